@@ -1,0 +1,21 @@
+"""The errors of the package. Every text says where, what was found, what was expected and what to do."""
+
+
+class PowerInferError(Exception):
+    """Base of all errors that this package raises on purpose."""
+
+
+class FormatError(PowerInferError, ValueError):
+    """A file isn't what it should be: not a GGUF, damaged, of a newer version, or against FORMAT rules."""
+
+
+class PlanError(PowerInferError, ValueError):
+    """A plan can't be used: it belongs to another model, covers nothing, or can't run the mode asked for."""
+
+
+class OptionError(PowerInferError, TypeError):
+    """An option doesn't exist, or its value can't be used."""
+
+
+class ClosedError(PowerInferError, RuntimeError):
+    """The object was closed before."""
