@@ -1,0 +1,221 @@
+// One feed-forward block: its weights as we store them, and the ways to compute it.
+// Everything is in position order (hot first); `order` leads back to the base model's neuron order.
+#pragma once
+
+#include "kernels/kernel-table.h"
+#include "plan.h"
+#include "status.h"
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace powerinfer {
+
+enum class ffn_mode { dense, exact, threshold, predicted };
+
+// What is applied to a gate (or ungated up) value. The gelu kinds are upstream's, F16 rounding of the input included.
+enum class ffn_activation { relu, relu_sqr, drelu, silu, gelu, gelu_erf, gelu_quick };
+
+// Anonymous memory in huge pages (as far as the system gives them), zeroed, freed with the object.
+class huge_block {
+public:
+    static status allocate(size_t size_bytes, bool lock, huge_block & out);
+    huge_block() = default;
+    huge_block(huge_block && other) noexcept { *this = std::move(other); }
+    huge_block & operator=(huge_block && other) noexcept;
+    ~huge_block();
+
+    uint8_t * data() const { return data_; }
+    size_t size_bytes() const { return size_bytes_; }
+
+private:
+    uint8_t * data_ = nullptr;
+    size_t size_bytes_ = 0;
+};
+
+// A matrix with one neuron per row.
+struct row_matrix {
+    const uint8_t * rows = nullptr;         // nullptr: the block has no such matrix
+    size_t stride_bytes = 0;                // distance of rows
+    size_t row_bytes = 0;                   // bytes that reading one row reads
+    int64_t n = 0;                          // values per row
+    int64_t n_rows = 0;
+    int row_type = -1;                      // ggml_type
+    const row_kernels * kernels = nullptr;  // nullptr: slow, rows go through to_float
+    const int32_t * row_of = nullptr;       // (n_rows) stored row of each position; nullptr: identity
+};
+
+struct ffn_layer {
+    int64_t n_embd = 0;
+    int64_t n_ff = 0;
+    bool gated = true;
+    float activation_param = 0.0f;
+    row_matrix first;                  // gate, or up when ungated: (n_ff, n_embd)
+    row_matrix second;                 // up when gated: (n_ff, n_embd)
+    row_matrix down;                   // (n_ff, n_embd), neuron-major
+    row_matrix fc1;                    // (rank, n_embd); absent without a predictor
+    row_matrix fc2;                    // (n_ff, rank)
+    bool predictor_relu = false;       // ReLU between fc1 and fc2
+    float predictor_threshold = 0.0f;
+    std::vector<float> first_bias;     // (n_ff) in position order; empty: none
+    std::vector<float> second_bias;    // (n_ff)
+    std::vector<float> down_bias;      // (n_embd)
+    std::vector<float> down_norm;      // (n_ff) euclidean norm of each down row
+    const int32_t * order = nullptr;   // (n_ff) base neuron at each position; nullptr: identity
+};
+
+// How one block runs; chosen per layer.
+struct ffn_options {
+    ffn_mode mode = ffn_mode::dense;
+    ffn_activation activation = ffn_activation::silu;
+    float threshold = 0.0f;
+    float product_threshold = 0.0f;
+    bool add_biases = false;  // the block that was matched includes its bias additions
+    bool count = false;       // fill ffn_result's counting arrays
+};
+
+constexpr int ffn_n_bins = 320;        // histogram bins, as in ggml-powerinfer.h
+int ffn_histogram_bin(float value);    // bin of |value|
+
+// What one call did. Arrays are in position order and only filled when counting.
+struct ffn_result {
+    uint64_t n_tokens = 0;
+    uint64_t n_candidates = 0;         // gate rows used, summed over tokens
+    uint64_t n_active = 0;             // down rows used, summed over tokens
+    uint64_t n_slow_rows = 0;
+    uint64_t read_bytes = 0;
+    uint64_t predictor_us = 0;
+    uint64_t gate_us = 0;
+    uint64_t up_down_us = 0;
+    double overlap_sum = 0.0;
+    uint64_t n_overlaps = 0;
+    std::vector<uint32_t> active;             // (n_ff)
+    std::vector<double> gate_abs_sum;         // (n_ff)
+    std::vector<uint64_t> gate_histogram;     // (ffn_n_bins)
+    std::vector<uint64_t> product_histogram;  // (ffn_n_bins)
+};
+
+// Memory that calls reuse. One per backend instance: never shared between threads that compute at once.
+class ffn_workspace {
+public:
+    // A block of at least size_bytes, aligned to 64; valid until the next call with the same slot.
+    void * get(int slot, size_t size_bytes);
+    template <class T> T * array(int slot, size_t n) { return static_cast<T *>(get(slot, n * sizeof(T))); }
+
+    // Active set of the layer's last single token, for the overlap figure: (n_ff) flags.
+    std::vector<uint8_t> & last_active(const void * layer);
+
+private:
+    struct free_aligned { void operator()(void * p) const; };
+    std::vector<std::unique_ptr<void, free_aligned>> blocks_;
+    std::vector<size_t> sizes_;
+    std::vector<std::pair<const void *, std::vector<uint8_t>>> last_active_;
+};
+
+// y[t] = FFN(x[t]) for all tokens. x, y: (n_tokens, n_embd) f32, rows ld_x / ld_y floats apart; they may overlap.
+// Same thread count, same bits.
+void ffn_forward(const ffn_layer & layer, const ffn_options & options, const kernel_table * kernels, int n_threads,
+                 int64_t n_tokens, const float * x, int64_t ld_x, float * y, int64_t ld_y,
+                 ffn_workspace & workspace, ffn_result & result);
+
+// --- pieces that the blocked path, the op-by-op path and tests share ---
+
+// out[i] = dot(row of position ids[i], x); ids == nullptr: positions first .. first + n_ids - 1.
+// x (n) f32; packed: scratch of packed_bytes(matrix). Returns the number of slow rows.
+class row_reader {
+public:
+    row_reader(const row_matrix & matrix, const kernel_table * kernels) : m_(matrix), kernels_(kernels) {}
+
+    size_t scratch_bytes() const;
+    void pack(const float * x, void * scratch) const;
+    uint64_t dot(const int32_t * ids, int64_t first, int64_t n_ids, const void * scratch, float * out, int32_t * remapped) const;
+    uint64_t add(const int32_t * ids, int64_t first, int64_t n_ids, const float * scale, void * scratch, float * y,
+                 int32_t * remapped) const;
+    uint64_t unpack(int64_t position, float * out) const;  // out (n) f32
+
+private:
+    const row_matrix & m_;
+    const kernel_table * kernels_;
+};
+
+// v[i] = act(v[i]) for the gate part of `activation` (drelu: its relu). i < n.
+void ffn_activate(ffn_activation activation, float param, const kernel_table * kernels, int64_t n, float * v);
+
+// The blocked path for batches; called by ffn_forward.
+void ffn_forward_batch(const ffn_layer & layer, const ffn_options & options, const kernel_table * kernels, int n_threads,
+                       int64_t n_tokens, const float * x, int64_t ld_x, float * y, int64_t ld_y,
+                       ffn_workspace & workspace, ffn_result & result);
+
+// Whole matrices for the op-by-op path, in the base model's neuron order.
+// out (n_tokens, n_rows): out[t][order[p]] = dot(row p, x[t]).
+void ffn_matmul_rows(const row_matrix & matrix, const int32_t * order, const kernel_table * kernels, int n_threads,
+                     int64_t n_tokens, const float * x, int64_t ld_x, float * out, int64_t ld_out,
+                     ffn_workspace & workspace, ffn_result & result);
+// y (n_tokens, n_embd): y[t] = sum over p of a[t][order[p]] * row p; zeros of a are skipped.
+void ffn_matmul_columns(const row_matrix & matrix, const int32_t * order, const kernel_table * kernels, int n_threads,
+                        int64_t n_tokens, const float * a, int64_t ld_a, float * y, int64_t ld_y,
+                        ffn_workspace & workspace, ffn_result & result);
+
+// --- storage (ffn-store.cpp) ---
+
+// One tensor of a block as the model loader announces it.
+enum class ffn_role { gate, up, down, gate_bias, up_bias, down_bias };
+
+struct ffn_tensor_info {
+    bool present = false;
+    int row_type = -1;
+    int64_t ne0 = 0;
+    int64_t ne1 = 0;
+};
+
+// Weights of one layer in one buffer, filled tensor by tensor.
+class ffn_store {
+public:
+    // mapped: rows stay where `set` is told that they are mapped, instead of being copied.
+    ffn_store(const plan & owner, int i_layer, const kernel_table * kernels, bool lock, bool mapped);
+
+    // Announces a tensor before any data comes; an unfitting shape is an error.
+    status announce(ffn_role role, const ffn_tensor_info & info);
+
+    // Takes a whole tensor in ggml's layout. A mapped store takes `resident`, the same bytes in a mapping that outlives it.
+    status set(ffn_role role, const void * data, const uint8_t * resident);
+
+    bool is_complete() const;
+    const ffn_layer & layer() const { return layer_; }
+    size_t memory_bytes() const { return memory_bytes_; }
+    bool derives_down() const;  // down rows were transposed here because the plan stores none
+
+private:
+    status prepare();
+    status set_down(const void * data);
+    status copy_predictor();
+
+    const plan & plan_;
+    const plan_layer & plan_layer_;
+    int i_layer_;
+    const kernel_table * kernels_;
+    bool lock_;
+    bool mapped_;
+    bool prepared_ = false;
+    ffn_tensor_info info_[6];
+    bool filled_[6] = {};
+    std::string head_[3];  // first bytes of gate, up, down, for the digest
+    ffn_layer layer_;
+    huge_block first_block_;
+    huge_block bundle_block_;
+    huge_block predictor_block_;
+    size_t up_bytes_ = 0;  // an up row's room at the start of its neuron's bundle
+    size_t memory_bytes_ = 0;
+};
+
+// to_float of slow types and the row size rules, from ggml-base.
+void row_to_float(int row_type, const void * row, float * out, int64_t n);
+size_t row_size_bytes(int row_type, int64_t n);  // 0 when n isn't whole blocks
+
+// Row type of down rows derived from a base tensor of `row_type` with rows of n_embd values.
+int derived_row_type(int row_type, int64_t n_embd);
+
+}  // namespace powerinfer
