@@ -1,0 +1,565 @@
+// Python core `powerinfer_py._core`: converts arguments, calls ggml-powerinfer.h and model-load.h, translates errors.
+// No logic. Core calls run without the GIL, because the core's callbacks take it.
+#include "ggml-powerinfer.h"
+#include "model-load.h"
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/filesystem.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <filesystem>
+#include <iterator>
+#include <memory>
+#include <optional>
+#include <string>
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace {
+
+constexpr size_t error_size = 4096;
+constexpr size_t path_size = 4096;
+constexpr const char * sparsity_names[] = {"auto", "dense", "exact", "threshold", "predicted"};  // by enum value
+
+// File names inside a text may hold any bytes.
+nb::str to_str(const char * text) {
+    PyObject * decoded = PyUnicode_DecodeUTF8(text, static_cast<Py_ssize_t>(std::strlen(text)), "replace");
+    if (!decoded) {
+        throw nb::python_error();
+    }
+    return nb::steal<nb::str>(decoded);
+}
+
+[[noreturn]] void raise_error(const char * class_name, const char * text) {
+    nb::object type = nb::module_::import_("powerinfer_py.errors").attr(class_name);
+    PyErr_SetObject(type.ptr(), to_str(text).ptr());
+    throw nb::python_error();
+}
+
+ggml_backend_powerinfer_sparsity to_sparsity(const std::string & name) {
+    for (int i = 0; i < static_cast<int>(std::size(sparsity_names)); ++i) {
+        if (name == sparsity_names[i]) {
+            return static_cast<ggml_backend_powerinfer_sparsity>(i);
+        }
+    }
+    const std::string text = "sparsity: '" + name + "'; expected auto, dense, exact, threshold or predicted; pass one of them.";
+    raise_error("OptionError", text.c_str());
+}
+
+template <typename T>
+using vector_1d = nb::ndarray<nb::numpy, T, nb::ndim<1>>;
+
+template <typename T>
+vector_1d<T> make_vector(size_t n) {
+    T * data = new T[n]();
+    nb::capsule owner(data, [](void * p) noexcept { delete[] static_cast<T *>(p); });
+    return vector_1d<T>(data, {n}, owner);
+}
+
+// A plan handle, and what the core calls back into.
+class plan_object {
+public:
+    plan_object(nb::object note) : note_(std::move(note)) {}
+    plan_object(const plan_object &) = delete;
+    plan_object & operator=(const plan_object &) = delete;
+
+    ~plan_object() {
+        free_handle();
+        if (error_.is_valid()) {
+            PyErr_SetObject(error_.type().ptr(), error_.ptr());
+            PyErr_WriteUnraisable(nullptr);
+        }
+    }
+
+    static plan_object * open(const std::filesystem::path & path, const std::optional<std::filesystem::path> & base, bool bare,
+                              const std::string & sparsity, bool strict, bool mapped, bool mlock, bool count,
+                              const std::optional<std::string> & kernels, nb::object note) {
+        auto self = std::make_unique<plan_object>(std::move(note));
+        ggml_backend_powerinfer_options options = ggml_backend_powerinfer_default_options();
+        options.sparsity = to_sparsity(sparsity);
+        options.strict = strict;
+        options.mapped = mapped;
+        options.mlock = mlock;
+        options.count = count;
+        options.kernels = kernels ? kernels->c_str() : nullptr;
+        if (!self->note_.is_none()) {
+            options.note = on_note;
+            options.note_user_data = self.get();
+        }
+        char error[error_size] = "";
+        {
+            nb::gil_scoped_release no_gil;
+            self->handle_ =
+                bare ? ggml_backend_powerinfer_plan_open_bare(path.c_str(), &options, error, sizeof(error))
+                     : ggml_backend_powerinfer_plan_open(path.c_str(), base ? base->c_str() : nullptr, &options, error, sizeof(error));
+        }
+        if (!self->handle_) {
+            raise_error("PlanError", error);
+        }
+        return self.release();
+    }
+
+    // The handle; raises when it is closed or when a callback failed since the last call.
+    ggml_backend_powerinfer_plan_t handle() {
+        raise_kept();
+        if (!handle_) {
+            raise_error("ClosedError", "plan: it was closed; expected an open plan; open it again.");
+        }
+        return handle_;
+    }
+
+    void close() {
+        free_handle();
+        raise_kept();
+    }
+
+    void set_capture(nb::object capture) {
+        const ggml_backend_powerinfer_plan_t plan = handle_;
+        if (plan) {
+            const bool is_on = !capture.is_none();
+            capture_ = std::move(capture);
+            nb::gil_scoped_release no_gil;
+            ggml_backend_powerinfer_plan_set_capture(plan, is_on ? on_capture : nullptr, is_on ? this : nullptr);
+        }
+        handle();
+    }
+
+    static int traverse(PyObject * self, visitproc visit, void * arg) {
+        Py_VISIT(Py_TYPE(self));
+        if (nb::inst_ready(self)) {
+            plan_object * plan = nb::inst_ptr<plan_object>(self);
+            Py_VISIT(plan->note_.ptr());
+            Py_VISIT(plan->capture_.ptr());
+            Py_VISIT(plan->error_.ptr());
+        }
+        return 0;
+    }
+
+    static int clear(PyObject * self) {
+        plan_object * plan = nb::inst_ptr<plan_object>(self);
+        plan->free_handle();
+        plan->note_ = nb::none();
+        plan->capture_ = nb::none();
+        plan->error_.reset();
+        return 0;
+    }
+
+private:
+    void free_handle() {
+        const ggml_backend_powerinfer_plan_t plan = handle_;
+        handle_ = nullptr;
+        if (plan) {
+            nb::gil_scoped_release no_gil;
+            ggml_backend_powerinfer_plan_set_capture(plan, nullptr, nullptr);
+            ggml_backend_powerinfer_plan_free(plan);
+        }
+        capture_ = nb::none();
+    }
+
+    void raise_kept() {
+        if (error_.is_valid()) {
+            nb::object error = std::move(error_);
+            error_.reset();
+            PyErr_SetObject(error.type().ptr(), error.ptr());
+            throw nb::python_error();
+        }
+    }
+
+    void keep(const nb::python_error & error) {
+        if (!error_.is_valid()) {
+            error_ = nb::borrow(error.value());
+        }
+    }
+
+    static void on_note(const char * text, void * user_data) {
+        nb::gil_scoped_acquire gil;
+        auto * self = static_cast<plan_object *>(user_data);
+        try {
+            self->note_(to_str(text));
+        } catch (const nb::python_error & error) {
+            self->keep(error);
+        }
+    }
+
+    static void on_capture(int i_layer, int64_t n_tokens, int64_t n_embd, const float * x, void * user_data) {
+        nb::gil_scoped_acquire gil;
+        auto * self = static_cast<plan_object *>(user_data);
+        if (self->capture_.is_none() || self->error_.is_valid()) {
+            return;
+        }
+        const size_t n = static_cast<size_t>(n_tokens * n_embd);
+        float * data = new float[std::max<size_t>(n, 1)];
+        std::copy_n(x, n, data);
+        try {
+            nb::capsule owner(data, [](void * p) noexcept { delete[] static_cast<float *>(p); });
+            self->capture_(i_layer, nb::ndarray<nb::numpy, float, nb::ndim<2>>(
+                                        data, {static_cast<size_t>(n_tokens), static_cast<size_t>(n_embd)}, owner));
+        } catch (const nb::python_error & error) {
+            self->keep(error);
+        }
+    }
+
+    ggml_backend_powerinfer_plan_t handle_ = nullptr;
+    nb::object note_;
+    nb::object capture_ = nb::none();
+    nb::object error_;  // the first exception of a callback, until the next call raises it
+};
+
+PyType_Slot plan_slots[] = {
+    {Py_tp_traverse, reinterpret_cast<void *>(plan_object::traverse)},
+    {Py_tp_clear, reinterpret_cast<void *>(plan_object::clear)},
+    {0, nullptr},
+};
+
+uintptr_t plan_load_model(plan_object & self, uintptr_t params_address) {
+    const ggml_backend_powerinfer_plan_t plan = self.handle();
+    const llama_model_params params = *reinterpret_cast<const llama_model_params *>(params_address);
+    llama_model * model = nullptr;
+    std::string error;
+    {
+        nb::gil_scoped_release no_gil;
+        error = powerinfer::model_load(plan, params, model).text();
+    }
+    if (!error.empty()) {
+        raise_error("PlanError", error.c_str());
+    }
+    return reinterpret_cast<uintptr_t>(model);
+}
+
+void plan_check(plan_object & self) {
+    const ggml_backend_powerinfer_plan_t plan = self.handle();
+    char error[error_size] = "";
+    bool ok;
+    {
+        nb::gil_scoped_release no_gil;
+        ok = ggml_backend_powerinfer_plan_check(plan, error, sizeof(error));
+    }
+    if (!ok) {
+        raise_error("PlanError", error);
+    }
+}
+
+void plan_set_sparsity(plan_object & self, const std::string & name) {
+    const ggml_backend_powerinfer_plan_t plan = self.handle();
+    const ggml_backend_powerinfer_sparsity sparsity = to_sparsity(name);
+    char error[error_size] = "";
+    bool ok;
+    {
+        nb::gil_scoped_release no_gil;
+        ok = ggml_backend_powerinfer_plan_set_sparsity(plan, sparsity, error, sizeof(error));
+    }
+    if (!ok) {
+        raise_error("PlanError", error);
+    }
+}
+
+[[noreturn]] void raise_layer(int i_layer, int n_layer) {
+    const std::string text = "i_layer: " + std::to_string(i_layer) + "; expected 0 to " + std::to_string(n_layer - 1) +
+                             ", a layer that the plan covers; see layers().";
+    throw nb::index_error(text.c_str());
+}
+
+void plan_set_thresholds(plan_object & self, int i_layer, float threshold, float product_threshold) {
+    const ggml_backend_powerinfer_plan_t plan = self.handle();
+    bool ok;
+    {
+        nb::gil_scoped_release no_gil;
+        ok = ggml_backend_powerinfer_plan_set_thresholds(plan, i_layer, threshold, product_threshold);
+    }
+    if (!ok) {
+        raise_layer(i_layer, ggml_backend_powerinfer_plan_n_layer(plan));
+    }
+}
+
+nb::dict plan_stats(plan_object & self) {
+    const ggml_backend_powerinfer_plan_t plan = self.handle();
+    ggml_backend_powerinfer_stats stats{};
+    {
+        nb::gil_scoped_release no_gil;
+        ggml_backend_powerinfer_plan_stats(plan, &stats);
+    }
+    nb::dict out;
+    out["n_tokens"] = stats.n_tokens;
+    out["n_blocks_whole"] = stats.n_blocks_whole;
+    out["n_blocks_by_op"] = stats.n_blocks_by_op;
+    out["n_slow_rows"] = stats.n_slow_rows;
+    out["n_neurons"] = stats.n_neurons;
+    out["n_candidates"] = stats.n_candidates;
+    out["n_active"] = stats.n_active;
+    out["read_bytes"] = stats.read_bytes;
+    out["dense_bytes"] = stats.dense_bytes;
+    out["predictor_us"] = stats.predictor_us;
+    out["gate_us"] = stats.gate_us;
+    out["up_down_us"] = stats.up_down_us;
+    out["total_us"] = stats.total_us;
+    out["overlap_sum"] = stats.overlap_sum;
+    out["n_overlaps"] = stats.n_overlaps;
+    return out;
+}
+
+void plan_reset_stats(plan_object & self) {
+    const ggml_backend_powerinfer_plan_t plan = self.handle();
+    nb::gil_scoped_release no_gil;
+    ggml_backend_powerinfer_plan_reset_stats(plan);
+}
+
+nb::list plan_layers(plan_object & self) {
+    const ggml_backend_powerinfer_plan_t plan = self.handle();
+    nb::list out;
+    const int n_layer = ggml_backend_powerinfer_plan_n_layer(plan);
+    for (int i_layer = 0; i_layer < n_layer; ++i_layer) {
+        ggml_backend_powerinfer_layer layer{};
+        bool ok;
+        {
+            nb::gil_scoped_release no_gil;
+            ok = ggml_backend_powerinfer_plan_layer(plan, i_layer, &layer);
+        }
+        if (!ok) {
+            raise_layer(i_layer, n_layer);
+        }
+        nb::dict item;
+        item["n_ff"] = layer.n_ff;
+        item["sparsity"] = sparsity_names[layer.sparsity];
+        item["gate_type"] = layer.gate_type;
+        item["up_type"] = layer.up_type;
+        item["down_type"] = layer.down_type;
+        item["n_tokens"] = layer.n_tokens;
+        item["n_candidates"] = layer.n_candidates;
+        item["n_active"] = layer.n_active;
+        out.append(item);
+    }
+    return out;
+}
+
+nb::dict plan_counts(plan_object & self, int i_layer) {
+    const ggml_backend_powerinfer_plan_t plan = self.handle();
+    ggml_backend_powerinfer_layer layer{};
+    if (!ggml_backend_powerinfer_plan_layer(plan, i_layer, &layer)) {
+        raise_layer(i_layer, ggml_backend_powerinfer_plan_n_layer(plan));
+    }
+    const size_t n_ff = static_cast<size_t>(layer.n_ff);
+    auto active = make_vector<uint64_t>(n_ff);
+    auto gate_histogram = make_vector<uint64_t>(GGML_POWERINFER_N_BINS);
+    auto product_histogram = make_vector<uint64_t>(GGML_POWERINFER_N_BINS);
+    auto gate_abs_sum = make_vector<double>(n_ff);
+    ggml_backend_powerinfer_counts counts{};
+    counts.active = active.data();
+    counts.gate_histogram = gate_histogram.data();
+    counts.product_histogram = product_histogram.data();
+    counts.gate_abs_sum = gate_abs_sum.data();
+    bool ok;
+    {
+        nb::gil_scoped_release no_gil;
+        ok = ggml_backend_powerinfer_plan_counts(plan, i_layer, &counts);
+    }
+    if (!ok) {
+        raise_error("PlanError", ("layer " + std::to_string(i_layer) +
+                                  ": there are no counts; expected a covered layer of a plan opened with count=True; "
+                                  "see layers().").c_str());
+    }
+    nb::dict out;
+    out["n_tokens"] = counts.n_tokens;
+    out["active"] = active;
+    out["gate_histogram"] = gate_histogram;
+    out["product_histogram"] = product_histogram;
+    out["gate_abs_sum"] = gate_abs_sum;
+    return out;
+}
+
+void plan_reset_counts(plan_object & self) {
+    const ggml_backend_powerinfer_plan_t plan = self.handle();
+    nb::gil_scoped_release no_gil;
+    ggml_backend_powerinfer_plan_reset_counts(plan);
+}
+
+nb::tuple inspect_path(const std::filesystem::path & path) {
+    char sidecar[path_size] = "";
+    char error[error_size] = "";
+    int kind;
+    {
+        nb::gil_scoped_release no_gil;
+        kind = ggml_backend_powerinfer_inspect_path(path.c_str(), sidecar, sizeof(sidecar), error, sizeof(error));
+    }
+    if (kind < 0) {
+        raise_error("FormatError", error);
+    }
+    nb::object found = nb::none();
+    if (sidecar[0]) {
+        found = nb::steal(PyUnicode_DecodeFSDefault(sidecar));
+        if (!found.is_valid()) {
+            throw nb::python_error();
+        }
+    }
+    return nb::make_tuple(kind == 1 ? "extended" : "plain", found);
+}
+
+}  // namespace
+
+NB_MODULE(_core, m) {
+    m.doc() = "The compiled core: plans, and models loaded with them. Import powerinfer_py instead of this module.";
+    m.attr("N_BINS") = GGML_POWERINFER_N_BINS;
+
+    nb::class_<plan_object>(m, "Plan", nb::type_slots(plan_slots),
+                            "An opened plan: the sparse part of one model, its options and its statistics.")
+        .def_static(
+            "open",
+            [](const std::filesystem::path & path, const std::optional<std::filesystem::path> & base, const std::string & sparsity,
+               bool strict, bool mapped, bool mlock, bool count, const std::optional<std::string> & kernels, nb::object note) {
+                return plan_object::open(path, base, false, sparsity, strict, mapped, mlock, count, kernels, std::move(note));
+            },
+            "path"_a, "base"_a = nb::none(), nb::kw_only(), "sparsity"_a = "auto", "strict"_a = false, "mapped"_a = false,
+            "mlock"_a = false, "count"_a = false, "kernels"_a = nb::none(), "note"_a = nb::none(),
+            R"(Open an extended GGUF.
+
+Args:
+    path: the extended GGUF, sidecar or embedded.
+    base: the stock GGUF; None: where the file says.
+    sparsity: auto, dense, exact, threshold or predicted.
+    strict: a fallback is an error instead of a note.
+    mapped: weight rows stay in the mapped file instead of a copy.
+    mlock: lock the plan's buffers in memory.
+    count: count activations and histograms (see counts).
+    kernels: kernel set by name; None: POWERINFER_KERNELS, else the best.
+    note: callable(text: str), called once per note, from any thread; None: notes go to stderr.
+
+Returns:
+    The plan.
+
+Raises:
+    PlanError: the file can't be used; the text says why.
+    OptionError: unknown sparsity.)")
+        .def_static(
+            "open_bare",
+            [](const std::filesystem::path & path, const std::string & sparsity, bool strict, bool mapped, bool mlock, bool count,
+               const std::optional<std::string> & kernels, nb::object note) {
+                return plan_object::open(path, std::nullopt, true, sparsity, strict, mapped, mlock, count, kernels, std::move(note));
+            },
+            "path"_a, nb::kw_only(), "sparsity"_a = "auto", "strict"_a = false, "mapped"_a = false, "mlock"_a = false,
+            "count"_a = false, "kernels"_a = nb::none(), "note"_a = nb::none(),
+            R"(Make a plan for a stock GGUF that has none: its own neuron order, the activation of its graph.
+
+Args:
+    path: the stock GGUF.
+    sparsity, strict, mapped, mlock, count, kernels, note: as in open.
+
+Returns:
+    The plan.
+
+Raises:
+    PlanError: the file can't be used; the text says why.)")
+        .def("load_model", &plan_load_model, "params_address"_a,
+             R"(Load the plan's base model, its FFN in the plan's buffers.
+
+Args:
+    params_address: address of a struct llama_model_params.
+
+Returns:
+    Address of the llama_model. The caller frees it with llama_model_free.
+
+Raises:
+    PlanError: the model can't be loaded, or its weights aren't the plan's.)")
+        .def("check", &plan_check, R"(Check a model that was loaded into the plan's buffers.
+
+Raises:
+    PlanError: its weights aren't the plan's, or no weight was claimed.)")
+        .def("set_sparsity", &plan_set_sparsity, "sparsity"_a, R"(Change the mode between two decodes.
+
+Args:
+    sparsity: auto, dense, exact, threshold or predicted.
+
+Raises:
+    PlanError: the plan can't run it (strict).
+    OptionError: unknown mode.)")
+        .def("set_thresholds", &plan_set_thresholds, "i_layer"_a, "threshold"_a, "product_threshold"_a,
+             R"(Change one layer's thresholds between two decodes.
+
+Args:
+    i_layer: layer, 0 to n_layer - 1.
+    threshold: on |act(gate)|; 0: exact zeros only.
+    product_threshold: on |act(gate) * up| * norm(down row); 0: off.
+
+Raises:
+    IndexError: i_layer out of range.)")
+        .def("stats", &plan_stats, nb::sig("def stats(self) -> dict[str, int | float]"),
+             R"(Sums since the last reset.
+
+Returns:
+    n_tokens (token x layer evaluations), n_blocks_whole, n_blocks_by_op, n_slow_rows, n_neurons, n_candidates, n_active,
+    read_bytes, dense_bytes, predictor_us, gate_us, up_down_us, total_us, n_overlaps: int; overlap_sum: float.)")
+        .def("reset_stats", &plan_reset_stats, "Set all sums of stats and layers to 0.")
+        .def("layers", &plan_layers, nb::sig("def layers(self) -> list[dict[str, int | str]]"),
+             R"(What each layer runs.
+
+Returns:
+    One item per layer: n_ff (0: not covered), sparsity (as it runs), gate_type, up_type, down_type (ggml type names
+    of the rows as stored, "" when absent), n_tokens, n_candidates, n_active.)")
+        .def("counts", &plan_counts, "i_layer"_a, nb::sig("def counts(self, i_layer: int) -> dict[str, typing.Any]"),
+             R"(Activations of one layer since the last reset, in the base model's neuron order.
+
+Args:
+    i_layer: layer, 0 to n_layer - 1.
+
+Returns:
+    n_tokens: int. active: (n_ff) uint64, tokens in which the neuron was active. gate_histogram: (N_BINS) uint64 of
+    |act(gate)|. product_histogram: (N_BINS) uint64 of |act(gate) * up| * norm(down row). gate_abs_sum: (n_ff) float64,
+    sum of |act(gate)|. Bin i holds values v with floor(8 * (log2 v + 24)) == i; bin 0 holds 0 too.
+
+Raises:
+    IndexError: i_layer out of range.
+    PlanError: the plan doesn't count, or doesn't cover the layer.)")
+        .def("reset_counts", &plan_reset_counts, "Set all counts to 0.")
+        .def("set_capture", &plan_object::set_capture, "capture"_a.none(),
+             nb::sig("def set_capture(self, capture: typing.Callable[[int, typing.Any], None] | None) -> None"),
+             R"(Receive the inputs of FFN blocks while a model runs.
+
+Args:
+    capture: callable(i_layer: int, x: (n_tokens, n_embd) float32, a copy), called on the thread that computes; None
+        stops it. An exception in it is raised by the next call of the plan; until then it isn't called again.)")
+        .def("close", &plan_object::close, "Free the handle. Models loaded with it stay valid. Twice is fine.")
+        .def("__enter__", [](nb::object self) { return self; }, nb::sig("def __enter__(self) -> Plan"))
+        .def("__exit__", [](plan_object & self, nb::args) { self.close(); }, nb::sig("def __exit__(self, *exc: object) -> None"))
+        .def_prop_ro(
+            "memory_bytes",
+            [](plan_object & self) {
+                const ggml_backend_powerinfer_plan_t plan = self.handle();
+                nb::gil_scoped_release no_gil;
+                return ggml_backend_powerinfer_plan_memory_bytes(plan);
+            },
+            "Anonymous memory that the plan's buffers hold, bytes.")
+        .def_prop_ro(
+            "kernels", [](plan_object & self) { return ggml_backend_powerinfer_plan_kernels(self.handle()); },
+            "Kernel set in use, e.g. avx512.")
+        .def_prop_ro(
+            "base_path",
+            [](plan_object & self) { return std::filesystem::path(ggml_backend_powerinfer_plan_base_path(self.handle())); },
+            "The file that holds the base model.")
+        .def_prop_ro(
+            "base_offset", [](plan_object & self) { return ggml_backend_powerinfer_plan_base_offset(self.handle()); },
+            "Where the base GGUF starts in base_path, bytes; 0 unless embedded.")
+        .def_prop_ro(
+            "n_layer", [](plan_object & self) { return ggml_backend_powerinfer_plan_n_layer(self.handle()); },
+            "Layers of the model, covered or not.")
+        .def_prop_ro(
+            "n_embd", [](plan_object & self) { return ggml_backend_powerinfer_plan_n_embd(self.handle()); },
+            "Values per token between the layers.");
+
+    m.def("inspect_path", &inspect_path, "path"_a, nb::sig("def inspect_path(path: str | os.PathLike) -> tuple[str, str | None]"),
+          R"(Say what a model file is.
+
+Args:
+    path: any GGUF.
+
+Returns:
+    "extended" or "plain", and for a plain one the sidecar beside it, None when there is none.
+
+Raises:
+    FormatError: the file can't be read.)");
+    m.def("physical_cores", &powerinfer::physical_cores_allowed, "Physical cores that this process may run on, at least 1.");
+    m.def("version", &ggml_backend_powerinfer_version, "Version of the compiled core.");
+}
