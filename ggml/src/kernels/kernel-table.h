@@ -65,4 +65,13 @@ const kernel_table * kernel_table_select(const char * name);
 // All sets that were compiled in, widest first, supported or not. Returns their number.
 int kernel_table_list(const kernel_table * const ** tables);
 
+// The sets themselves and their CPU checks, for kernel-table.cpp and kernels-<set>.cpp only.
+extern const kernel_table kernels_scalar;
+#if defined(__x86_64__)
+extern const kernel_table kernels_avx2;
+extern const kernel_table kernels_avx512;
+bool cpu_has_avx2();
+bool cpu_has_avx512();
+#endif
+
 }  // namespace powerinfer
