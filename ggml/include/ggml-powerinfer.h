@@ -120,7 +120,8 @@ GGML_POWERINFER_API uint64_t ggml_backend_powerinfer_plan_memory_bytes(ggml_back
 // Kernel set in use, e.g. "avx512".
 GGML_POWERINFER_API const char * ggml_backend_powerinfer_plan_kernels(ggml_backend_powerinfer_plan_t plan);
 
-// Counting (options.count). Both are in the base model's neuron order / fixed bins, summed since the last reset.
+// Counting (options.count), summed since the last reset. Per-neuron arrays are in the base model's neuron order.
+// `active` counts in every mode; the histograms and sums only while the layer runs DENSE.
 // A histogram bin i holds values v with floor(8 * (log2 v + 24)) == i, clamped to 0 .. n_bins - 1; bin 0 holds v == 0 too.
 #define GGML_POWERINFER_N_BINS 320
 struct ggml_backend_powerinfer_counts {

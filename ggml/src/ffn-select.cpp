@@ -29,15 +29,7 @@ void * ffn_workspace::get(int slot, size_t size_bytes) {
     return blocks_[slot].get();
 }
 
-std::vector<uint8_t> & ffn_workspace::last_active(const void * layer) {
-    for (auto & entry : last_active_) {
-        if (entry.first == layer) {
-            return entry.second;
-        }
-    }
-    last_active_.emplace_back(layer, std::vector<uint8_t>());
-    return last_active_.back().second;
-}
+active_set & ffn_workspace::last_active(const void * layer) { return last_active_[layer]; }
 
 // --- rows by position ---
 

@@ -10,6 +10,8 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <unordered_map>
+#include <utility>
 #include <vector>
 
 namespace powerinfer {
@@ -80,7 +82,7 @@ struct ffn_options {
 constexpr int ffn_n_bins = 320;        // histogram bins, as in ggml-powerinfer.h
 int ffn_histogram_bin(float value);    // bin of |value|
 
-// What one call did. Arrays are in position order and only filled when counting.
+// What one call did. Arrays are in position order and only filled when counting, the last three only in dense mode.
 struct ffn_result {
     uint64_t n_tokens = 0;
     uint64_t n_candidates = 0;         // gate rows used, summed over tokens
@@ -98,6 +100,13 @@ struct ffn_result {
     std::vector<uint64_t> product_histogram;  // (ffn_n_bins)
 };
 
+// The neurons that a layer's last single token used, for the overlap figure.
+struct active_set {
+    bool is_set = false;
+    std::vector<uint8_t> flags;  // (n_ff)
+    std::vector<int32_t> ids;
+};
+
 // Memory that calls reuse. One per backend instance: never shared between threads that compute at once.
 class ffn_workspace {
 public:
@@ -105,14 +114,13 @@ public:
     void * get(int slot, size_t size_bytes);
     template <class T> T * array(int slot, size_t n) { return static_cast<T *>(get(slot, n * sizeof(T))); }
 
-    // Active set of the layer's last single token, for the overlap figure: (n_ff) flags.
-    std::vector<uint8_t> & last_active(const void * layer);
+    active_set & last_active(const void * layer);
 
 private:
     struct free_aligned { void operator()(void * p) const; };
     std::vector<std::unique_ptr<void, free_aligned>> blocks_;
     std::vector<size_t> sizes_;
-    std::vector<std::pair<const void *, std::vector<uint8_t>>> last_active_;
+    std::unordered_map<const void *, active_set> last_active_;
 };
 
 // y[t] = FFN(x[t]) for all tokens. x, y: (n_tokens, n_embd) f32, rows ld_x / ld_y floats apart; they may overlap.

@@ -1,0 +1,376 @@
+// The blocked path for batches: rows are unpacked once per tile and used for all tokens. Each token uses its own set of
+// neurons, whatever else is in the batch. Also the whole-matrix products of the op-by-op path.
+#include "ffn.h"
+
+#include <omp.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+namespace powerinfer {
+
+namespace {
+
+enum slot { slot_thread = 16, slot_hidden, slot_marks, slot_union, slot_sums };
+
+constexpr int64_t tile_rows = 32;      // unpacked rows per tile: 32 x 4096 floats stay in the L2 cache
+constexpr int64_t chunk_tokens = 512;  // tokens per pass, bounds the scratch memory
+
+uint64_t to_us(double seconds) { return static_cast<uint64_t>(seconds * 1e6 + 0.5); }
+
+struct thread_memory {
+    float * weights;  // (tile_rows, max n)
+    float * gate;     // (n_tokens, tile_rows)
+    float * up;       // (n_tokens, tile_rows)
+    int32_t * rows;   // (tile_rows)
+
+    static size_t bytes(int64_t n, int64_t n_tokens) {
+        return (tile_rows * n + 2 * n_tokens * tile_rows + 2 * tile_rows) * sizeof(float) + 256;
+    }
+
+    thread_memory(uint8_t * block, int64_t n, int64_t n_tokens) {
+        weights = reinterpret_cast<float *>(block);
+        gate = weights + tile_rows * n;
+        up = gate + n_tokens * tile_rows;
+        rows = reinterpret_cast<int32_t *>(up + n_tokens * tile_rows);
+    }
+};
+
+// Packs the columns of v (n_tokens, n_rows) whose `keep` says so to the left, and their ids with them. Returns their number.
+template <class Keep>
+int64_t keep_columns(int64_t n_tokens, int64_t n_rows, float * v, int32_t * ids, Keep keep) {
+    int64_t kept = 0;
+    for (int64_t i = 0; i < n_rows; ++i) {
+        if (!keep(i)) {
+            continue;
+        }
+        if (kept != i) {
+            for (int64_t t = 0; t < n_tokens; ++t) {
+                v[t * tile_rows + kept] = v[t * tile_rows + i];
+            }
+            ids[kept] = ids[i];
+        }
+        ++kept;
+    }
+    return kept;
+}
+
+bool any_nonzero(const float * v, int64_t n_tokens, int64_t i) {
+    for (int64_t t = 0; t < n_tokens; ++t) {
+        if (v[t * tile_rows + i] != 0.0f) {
+            return true;
+        }
+    }
+    return false;
+}
+
+uint64_t unpack_tile(const row_reader & reader, const int32_t * ids, int64_t n_rows, int64_t n, float * weights) {
+    uint64_t n_slow = 0;
+    for (int64_t i = 0; i < n_rows; ++i) {
+        n_slow += reader.unpack(ids[i], weights + i * n);
+    }
+    return n_slow;
+}
+
+void forward_chunk(const ffn_layer & layer, const ffn_options & options, const kernel_table * kernels, int n_threads,
+                   int64_t n_tokens, const float * x, int64_t ld_x, float * y, int64_t ld_y,
+                   ffn_workspace & workspace, ffn_result & result) {
+    const int64_t n_embd = layer.n_embd;
+    const int64_t n_ff = layer.n_ff;
+    const bool predicted = options.mode == ffn_mode::predicted;
+    const bool dense = options.mode == ffn_mode::dense;
+    const bool use_threshold = (options.mode == ffn_mode::threshold || predicted) && options.threshold > 0.0f;
+    const bool use_product = (options.mode == ffn_mode::threshold || predicted) && options.product_threshold > 0.0f;
+    const int64_t rank = layer.fc1.n_rows;
+
+    const int64_t widest = std::max(n_embd, rank);
+    const size_t thread_bytes = (thread_memory::bytes(widest, n_tokens) + 4095) / 4096 * 4096;
+    uint8_t * memory = static_cast<uint8_t *>(workspace.get(slot_thread, thread_bytes * n_threads));
+    float * hidden = workspace.array<float>(slot_hidden, n_tokens * std::max<int64_t>(rank, 1));
+    uint8_t * marks = predicted ? workspace.array<uint8_t>(slot_marks, n_tokens * n_ff) : nullptr;  // (n_tokens, n_ff)
+    int32_t * candidates = workspace.array<int32_t>(slot_union, n_ff);
+    float * sums = workspace.array<float>(slot_sums, n_threads * n_tokens * n_embd);  // (n_threads, n_tokens, n_embd)
+    int64_t n_union = n_ff;
+
+    uint64_t n_slow = 0;
+    uint64_t n_candidates = 0;
+    uint64_t n_active = 0;
+    uint64_t n_gate_rows = 0;
+    uint64_t n_up_rows = 0;
+    uint64_t n_down_rows = 0;
+    double predictor_s = 0.0;
+    double total_s = 0.0;
+
+#pragma omp parallel num_threads(n_threads) reduction(+ : n_slow, n_candidates, n_active, n_gate_rows, n_up_rows, n_down_rows)
+    {
+        const int i_thread = omp_get_thread_num();
+        const int team = omp_get_num_threads();
+        const double start = omp_get_wtime();
+        thread_memory own(memory + i_thread * thread_bytes, widest, n_tokens);
+        const row_reader first(layer.first, kernels);
+        const row_reader second(layer.second, kernels);
+        const row_reader down(layer.down, kernels);
+        std::vector<uint64_t> gate_histogram;
+        std::vector<uint64_t> product_histogram;
+        if (options.count && dense) {
+            gate_histogram.resize(ffn_n_bins, 0);
+            product_histogram.resize(ffn_n_bins, 0);
+        }
+
+        if (predicted) {
+            const row_reader fc1(layer.fc1, kernels);
+            const row_reader fc2(layer.fc2, kernels);
+            for (int64_t begin = i_thread * tile_rows; begin < rank; begin += team * tile_rows) {
+                const int64_t n_rows = std::min(tile_rows, rank - begin);
+                for (int64_t i = 0; i < n_rows; ++i) {
+                    n_slow += fc1.unpack(begin + i, own.weights + i * n_embd);
+                }
+                kernels->matmul_nt(n_tokens, n_rows, n_embd, x, ld_x, own.weights, n_embd, hidden + begin, rank);
+                if (layer.predictor_relu) {
+                    for (int64_t t = 0; t < n_tokens; ++t) {
+                        ffn_activate(ffn_activation::relu, 0.0f, kernels, n_rows, hidden + t * rank + begin);
+                    }
+                }
+            }
+#pragma omp barrier
+            for (int64_t begin = i_thread * tile_rows; begin < n_ff; begin += team * tile_rows) {
+                const int64_t n_rows = std::min(tile_rows, n_ff - begin);
+                for (int64_t i = 0; i < n_rows; ++i) {
+                    n_slow += fc2.unpack(begin + i, own.weights + i * rank);
+                }
+                kernels->matmul_nt(n_tokens, n_rows, rank, hidden, rank, own.weights, rank, own.gate, tile_rows);
+                for (int64_t t = 0; t < n_tokens; ++t) {
+                    for (int64_t i = 0; i < n_rows; ++i) {
+                        const bool skip = own.gate[t * tile_rows + i] < layer.predictor_threshold;  // NaN computes
+                        marks[t * n_ff + begin + i] = skip ? 0 : 1;
+                    }
+                }
+            }
+#pragma omp barrier
+#pragma omp single
+            {
+                n_union = 0;
+                for (int64_t i = 0; i < n_ff; ++i) {
+                    uint8_t any = 0;
+                    for (int64_t t = 0; t < n_tokens; ++t) {
+                        any |= marks[t * n_ff + i];
+                    }
+                    candidates[n_union] = static_cast<int32_t>(i);
+                    n_union += any;
+                }
+            }
+            if (i_thread == 0) {
+                predictor_s = omp_get_wtime() - start;
+            }
+        }
+
+        float * sum = sums + i_thread * n_tokens * n_embd;
+        std::memset(sum, 0, n_tokens * n_embd * sizeof(float));
+        for (int64_t begin = i_thread * tile_rows; begin < n_union; begin += team * tile_rows) {
+            int64_t n_rows = std::min(tile_rows, n_union - begin);
+            for (int64_t i = 0; i < n_rows; ++i) {
+                own.rows[i] = predicted ? candidates[begin + i] : static_cast<int32_t>(begin + i);
+            }
+            // act(gate) of every token; a neuron that a token doesn't use is exactly 0 from here on.
+            n_slow += unpack_tile(first, own.rows, n_rows, n_embd, own.weights);
+            n_gate_rows += n_rows;
+            kernels->matmul_nt(n_tokens, n_rows, n_embd, x, ld_x, own.weights, n_embd, own.gate, tile_rows);
+            for (int64_t t = 0; t < n_tokens; ++t) {
+                float * gate = own.gate + t * tile_rows;
+                if (options.add_biases && !layer.first_bias.empty()) {
+                    for (int64_t i = 0; i < n_rows; ++i) {
+                        gate[i] += layer.first_bias[own.rows[i]];
+                    }
+                }
+                ffn_activate(options.activation, layer.activation_param, kernels, n_rows, gate);
+                for (int64_t i = 0; i < n_rows; ++i) {
+                    const bool candidate = !predicted || marks[t * n_ff + own.rows[i]];
+                    n_candidates += candidate;
+                    if (!candidate || (use_threshold && std::fabs(gate[i]) < options.threshold)) {
+                        gate[i] = 0.0f;
+                    }
+                }
+                if (!gate_histogram.empty()) {
+                    for (int64_t i = 0; i < n_rows; ++i) {
+                        gate_histogram[ffn_histogram_bin(gate[i])] += 1;
+                        result.gate_abs_sum[own.rows[i]] += std::fabs(gate[i]);  // a tile's neurons belong to one thread
+                    }
+                }
+            }
+            if (!dense) {
+                n_rows = keep_columns(n_tokens, n_rows, own.gate, own.rows,
+                                      [&](int64_t i) { return any_nonzero(own.gate, n_tokens, i); });
+            }
+            if (layer.gated && n_rows > 0) {
+                n_slow += unpack_tile(second, own.rows, n_rows, n_embd, own.weights);
+                n_up_rows += n_rows;
+                kernels->matmul_nt(n_tokens, n_rows, n_embd, x, ld_x, own.weights, n_embd, own.up, tile_rows);
+                for (int64_t t = 0; t < n_tokens; ++t) {
+                    float * gate = own.gate + t * tile_rows;
+                    float * up = own.up + t * tile_rows;
+                    if (options.add_biases && !layer.second_bias.empty()) {
+                        for (int64_t i = 0; i < n_rows; ++i) {
+                            up[i] += layer.second_bias[own.rows[i]];
+                        }
+                    }
+                    if (options.activation == ffn_activation::drelu) {
+                        ffn_activate(ffn_activation::relu, 0.0f, kernels, n_rows, up);
+                    }
+                    for (int64_t i = 0; i < n_rows; ++i) {
+                        // Exactly 0 also where up is infinite: the neuron isn't used by this token.
+                        gate[i] = (dense || gate[i] != 0.0f) ? gate[i] * up[i] : 0.0f;
+                    }
+                }
+            }
+            for (int64_t t = 0; t < n_tokens; ++t) {
+                float * product = own.gate + t * tile_rows;
+                for (int64_t i = 0; i < n_rows; ++i) {
+                    const float impact = std::fabs(product[i]) * layer.down_norm[own.rows[i]];
+                    if (use_product && impact < options.product_threshold) {
+                        product[i] = 0.0f;
+                    }
+                    const bool is_active = dense || product[i] != 0.0f;
+                    n_active += is_active;
+                    if (options.count) {
+                        result.active[own.rows[i]] += is_active;
+                        if (dense) {
+                            product_histogram[ffn_histogram_bin(impact)] += 1;
+                        }
+                    }
+                }
+            }
+            if (!dense) {
+                n_rows = keep_columns(n_tokens, n_rows, own.gate, own.rows,
+                                      [&](int64_t i) { return any_nonzero(own.gate, n_tokens, i); });
+            }
+            if (n_rows > 0) {
+                n_slow += unpack_tile(down, own.rows, n_rows, n_embd, own.weights);
+                n_down_rows += n_rows;
+                kernels->matmul_nn_add(n_tokens, n_rows, n_embd, own.gate, tile_rows, own.weights, n_embd, sum, n_embd);
+            }
+        }
+#pragma omp barrier
+        // Join in thread order; y is written only here, after the last read of x.
+        for (int64_t t = i_thread; t < n_tokens; t += team) {
+            float * row = y + t * ld_y;
+            if (options.add_biases && !layer.down_bias.empty()) {
+                std::memcpy(row, layer.down_bias.data(), n_embd * sizeof(float));
+            } else {
+                std::memset(row, 0, n_embd * sizeof(float));
+            }
+            for (int i = 0; i < team; ++i) {
+                kernels->add(n_embd, sums + (i * n_tokens + t) * n_embd, row);
+            }
+        }
+        if (!gate_histogram.empty()) {
+#pragma omp critical(powerinfer_batch_histograms)
+            for (int i = 0; i < ffn_n_bins; ++i) {
+                result.gate_histogram[i] += gate_histogram[i];
+                result.product_histogram[i] += product_histogram[i];
+            }
+        }
+        if (i_thread == 0) {
+            total_s = omp_get_wtime() - start;
+        }
+    }
+
+    result.n_tokens += n_tokens;
+    result.n_candidates += n_candidates;
+    result.n_active += n_active;
+    result.n_slow_rows += n_slow;
+    result.read_bytes += n_gate_rows * layer.first.row_bytes + n_up_rows * layer.second.row_bytes + n_down_rows * layer.down.row_bytes;
+    if (predicted) {
+        result.read_bytes += layer.fc1.row_bytes * layer.fc1.n_rows + layer.fc2.row_bytes * layer.fc2.n_rows;
+    }
+    result.predictor_us += to_us(predictor_s);
+    // Gate, up and down are interleaved tile by tile: their time is told as one.
+    result.up_down_us += to_us(total_s - predictor_s);
+}
+
+}  // namespace
+
+void ffn_forward_batch(const ffn_layer & layer, const ffn_options & options, const kernel_table * kernels, int n_threads,
+                       int64_t n_tokens, const float * x, int64_t ld_x, float * y, int64_t ld_y,
+                       ffn_workspace & workspace, ffn_result & result) {
+    for (int64_t t = 0; t < n_tokens; t += chunk_tokens) {
+        forward_chunk(layer, options, kernels, std::max(n_threads, 1), std::min(chunk_tokens, n_tokens - t),
+                      x + t * ld_x, ld_x, y + t * ld_y, ld_y, workspace, result);
+    }
+}
+
+// --- whole matrices, op by op ---
+
+void ffn_matmul_rows(const row_matrix & matrix, const int32_t * order, const kernel_table * kernels, int n_threads,
+                     int64_t n_tokens, const float * x, int64_t ld_x, float * out, int64_t ld_out,
+                     ffn_workspace & workspace, ffn_result & result) {
+    const int64_t n = matrix.n;
+    n_threads = std::max(n_threads, 1);
+    const size_t thread_bytes = (thread_memory::bytes(n, n_tokens) + 4095) / 4096 * 4096;
+    uint8_t * memory = static_cast<uint8_t *>(workspace.get(slot_thread, thread_bytes * n_threads));
+    uint64_t n_slow = 0;
+#pragma omp parallel num_threads(n_threads) reduction(+ : n_slow)
+    {
+        const int i_thread = omp_get_thread_num();
+        const int team = omp_get_num_threads();
+        const row_reader reader(matrix, kernels);
+        thread_memory own(memory + i_thread * thread_bytes, n, n_tokens);
+        for (int64_t begin = i_thread * tile_rows; begin < matrix.n_rows; begin += team * tile_rows) {
+            const int64_t n_rows = std::min(tile_rows, matrix.n_rows - begin);
+            for (int64_t i = 0; i < n_rows; ++i) {
+                n_slow += reader.unpack(begin + i, own.weights + i * n);
+            }
+            kernels->matmul_nt(n_tokens, n_rows, n, x, ld_x, own.weights, n, own.gate, tile_rows);
+            for (int64_t t = 0; t < n_tokens; ++t) {
+                for (int64_t i = 0; i < n_rows; ++i) {
+                    out[t * ld_out + (order ? order[begin + i] : begin + i)] = own.gate[t * tile_rows + i];
+                }
+            }
+        }
+    }
+    result.n_slow_rows += n_slow;
+    result.read_bytes += matrix.row_bytes * matrix.n_rows;
+}
+
+void ffn_matmul_columns(const row_matrix & matrix, const int32_t * order, const kernel_table * kernels, int n_threads,
+                        int64_t n_tokens, const float * a, int64_t ld_a, float * y, int64_t ld_y,
+                        ffn_workspace & workspace, ffn_result & result) {
+    const int64_t n = matrix.n;
+    n_threads = std::max(n_threads, 1);
+    const size_t thread_bytes = (thread_memory::bytes(n, n_tokens) + 4095) / 4096 * 4096;
+    uint8_t * memory = static_cast<uint8_t *>(workspace.get(slot_thread, thread_bytes * n_threads));
+    float * sums = workspace.array<float>(slot_sums, n_threads * n_tokens * n);
+    uint64_t n_slow = 0;
+#pragma omp parallel num_threads(n_threads) reduction(+ : n_slow)
+    {
+        const int i_thread = omp_get_thread_num();
+        const int team = omp_get_num_threads();
+        const row_reader reader(matrix, kernels);
+        thread_memory own(memory + i_thread * thread_bytes, n, n_tokens);
+        float * sum = sums + i_thread * n_tokens * n;
+        std::memset(sum, 0, n_tokens * n * sizeof(float));
+        for (int64_t begin = i_thread * tile_rows; begin < matrix.n_rows; begin += team * tile_rows) {
+            const int64_t n_rows = std::min(tile_rows, matrix.n_rows - begin);
+            for (int64_t i = 0; i < n_rows; ++i) {
+                n_slow += reader.unpack(begin + i, own.weights + i * n);
+            }
+            for (int64_t t = 0; t < n_tokens; ++t) {
+                for (int64_t i = 0; i < n_rows; ++i) {
+                    own.gate[t * tile_rows + i] = a[t * ld_a + (order ? order[begin + i] : begin + i)];
+                }
+            }
+            kernels->matmul_nn_add(n_tokens, n_rows, n, own.gate, tile_rows, own.weights, n, sum, n);
+        }
+#pragma omp barrier
+        for (int64_t t = i_thread; t < n_tokens; t += team) {
+            std::memset(y + t * ld_y, 0, n * sizeof(float));
+            for (int i = 0; i < team; ++i) {
+                kernels->add(n, sums + (i * n_tokens + t) * n, y + t * ld_y);
+            }
+        }
+    }
+    result.n_slow_rows += n_slow;
+    result.read_bytes += matrix.row_bytes * matrix.n_rows;
+}
+
+}  // namespace powerinfer
