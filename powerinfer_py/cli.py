@@ -1,0 +1,201 @@
+"""The console command `powerinfer`: a table of verbs, each in a module that is imported when it is asked for."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import logging
+import os
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from powerinfer_py.errors import OptionError, PowerInferError
+
+
+@dataclass(frozen=True)
+class Verb:
+    """Where a verb lives: `add_arguments(parser)` and `run(args) -> exit code`."""
+
+    module: str
+    help: str
+    add_arguments: str = "add_arguments"
+    run: str = "run"
+
+
+VERBS = {
+    "run": Verb("powerinfer_py.cli", "generate text", "add_run_arguments", "run_model"),
+    "bench": Verb("powerinfer_py.bench", "speed of the sparsity modes against stock llama.cpp"),
+    "profile": Verb("powerinfer_py.tools.profile_activations", "run text through a model and write its plan"),
+    "pack": Verb("powerinfer_py.tools.pack_plan", "one file from base and sidecar", "add_pack_arguments", "run_pack"),
+    "rebind": Verb(
+        "powerinfer_py.tools.pack_plan",
+        "move a plan to another quantization of the same weights",
+        "add_rebind_arguments",
+        "run_rebind",
+    ),
+    "inspect": Verb("powerinfer_py.tools.inspect_model", "what a GGUF or a plan says"),
+    "synthetic": Verb("powerinfer_py.tools.synthetic_model", "write a sparse model of any shape, with its plan"),
+}
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Options of `powerinfer run`, with their defaults."""
+
+    n_predict: int = 128
+    n_ctx: int = 2048
+    temperature: float = 0.8
+    n_compare: int = 32  # tokens per timed run of --compare
+    repeats: int = 5  # timed runs per engine of --compare
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports a wrong command line like every other error."""
+
+    def error(self, message: str) -> NoReturn:
+        raise OptionError(f"{message}; see {self.prog} --help.")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one verb.
+
+    Args:
+        argv: the command line without the program; None: sys.argv.
+
+    Returns:
+        The exit code: 0; 1 after an error, which is one line on stderr; 130 after Ctrl-C.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("powerinfer: note: %(message)s"))
+    logger = logging.getLogger("powerinfer_py")
+    logger.addHandler(handler)
+    logger.propagate = False
+    try:
+        return _run_verb(argv)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader of our output went away; keep the interpreter's last flush from failing too.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (PowerInferError, OSError) as error:
+        if os.environ.get("POWERINFER_DEBUG") == "1":
+            raise
+        print(f"powerinfer: {error}", file=sys.stderr)
+        return 1
+    finally:
+        logger.removeHandler(handler)
+
+
+def _run_verb(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help"):
+        print("usage: powerinfer VERB [options]; powerinfer VERB --help\n")
+        for name, verb in VERBS.items():
+            print(f"  {name:<10} {verb.help}")
+        print(f"  {'--version':<10} version of the package, of its core and of llama_cpp")
+        return 0
+    if argv[0] == "--version":
+        print(_version_text())
+        return 0
+    verb = VERBS.get(argv[0])
+    if verb is None:
+        near = difflib.get_close_matches(argv[0], VERBS, n=1)
+        raise OptionError(
+            f"{argv[0]}: no such verb; expected one of {', '.join(VERBS)}; "
+            + (f"did you mean {near[0]}?" if near else "see powerinfer --help.")
+        )
+    module = importlib.import_module(verb.module)
+    parser = _Parser(prog=f"powerinfer {argv[0]}", description=verb.help, allow_abbrev=False)
+    getattr(module, verb.add_arguments)(parser)
+    return getattr(module, verb.run)(parser.parse_args(argv[1:]))
+
+
+def _version_text() -> str:
+    import llama_cpp
+
+    import powerinfer_py
+    from powerinfer_py import _core
+
+    return f"powerinfer {powerinfer_py.__version__} (core {_core.version()}, llama_cpp {llama_cpp.__version__})"
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `powerinfer run`."""
+    from powerinfer_py import bench
+
+    bench.add_model_arguments(parser)
+    parser.add_argument("-p", "--prompt", required=True, help="the prompt")
+    parser.add_argument("--sparsity", default="auto", help="auto, dense, exact, threshold or predicted (default: auto)")
+    parser.add_argument(
+        "-n", "--n-predict", type=int, default=RunOptions.n_predict, help="tokens to generate (default: %(default)s)"
+    )
+    parser.add_argument("-c", "--ctx-size", type=int, default=RunOptions.n_ctx, help="context (default: %(default)s)")
+    parser.add_argument("--temp", type=float, default=RunOptions.temperature, help="temperature (default: %(default)s)")
+    parser.add_argument("-s", "--seed", type=int, help="seed of the sampler")
+    parser.add_argument("--chat", action="store_true", help="the prompt is a message; use the model's chat template")
+    parser.add_argument(
+        "--compare", action="store_true", help="then time stock llama.cpp too, on the text that was generated"
+    )
+
+
+def run_model(args: argparse.Namespace) -> int:
+    """`powerinfer run`: text to stdout, speed to stderr.
+
+    Args:
+        args: the parsed command line.
+
+    Returns:
+        The exit code.
+    """
+    from powerinfer_py import bench
+    from powerinfer_py.llama import Llama
+
+    options = {
+        "sparsity": args.sparsity,
+        "plan": args.plan,
+        "strict": args.strict,
+        "mapped": args.mapped,
+        "use_mlock": args.mlock,
+        "n_threads": args.threads,
+        "n_threads_batch": args.threads,
+        "n_ctx": args.ctx_size,
+    }
+    with Llama(args.model, verbose=False, **options) as llama:
+        text = ""
+        times = []
+        try:
+            for piece in _generate(llama, args):
+                times.append(time.perf_counter())
+                text += piece
+                sys.stdout.write(piece)
+                sys.stdout.flush()
+        finally:
+            sys.stdout.write("\n")
+        if len(times) > 1:
+            print(f"{(len(times) - 1) / (times[-1] - times[0]):.2f} tokens/s ({len(times)} tokens)", file=sys.stderr)
+        print(llama.stats(), file=sys.stderr)
+        if args.compare:
+            tokens = llama.tokenize((args.prompt + text).encode("utf-8"))
+            print(bench.compare_with_stock(llama, tokens, RunOptions.n_compare, RunOptions.repeats), file=sys.stderr)
+    return 0
+
+
+def _generate(llama: Any, args: argparse.Namespace) -> Any:
+    """Yield the pieces of the answer."""
+    options = {"max_tokens": args.n_predict, "temperature": args.temp, "seed": args.seed, "stream": True}
+    try:
+        if args.chat:
+            for chunk in llama.create_chat_completion([{"role": "user", "content": args.prompt}], **options):
+                yield chunk["choices"][0]["delta"].get("content") or ""
+        else:
+            for chunk in llama.create_completion(args.prompt, **options):
+                yield chunk["choices"][0]["text"]
+    except PowerInferError:
+        raise
+    except ValueError as error:
+        # Upstream's word for a prompt that doesn't fit.
+        raise OptionError(f"prompt: {error}; expected one that fits; pass a shorter prompt or a larger -c.") from error

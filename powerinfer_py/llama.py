@@ -1,0 +1,467 @@
+"""`Llama`: `llama_cpp.Llama` whose feed-forward blocks a plan computes.
+
+Upstream is changed in one place, once: `llama_cpp._internals.LlamaModel`, which asks a ContextVar for a plan to load.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import contextvars
+import ctypes
+import difflib
+import inspect
+import logging
+import os
+import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import llama_cpp
+import llama_cpp._internals as internals
+import llama_cpp.llama
+from llama_cpp._utils import suppress_stdout_stderr
+
+from powerinfer_py import _core
+from powerinfer_py.errors import ClosedError, FormatError, OptionError, PlanError, PowerInferError
+
+SPARSITY_MODES = ("auto", "dense", "exact", "threshold", "predicted")
+
+# Options that older llama_cpp.Llama had; it ignores them today.
+OBSOLETE_OPTIONS = ("f16_kv", "low_vram", "mul_mat_q", "n_gqa", "n_parts", "rms_norm_eps")
+
+_logger = logging.getLogger("powerinfer_py")
+stock_llama = llama_cpp.Llama
+_plan_to_load: contextvars.ContextVar[_core.Plan | None] = contextvars.ContextVar("plan_to_load", default=None)
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What the feed-forward blocks did since the start or the last `reset_stats`.
+
+    Figures that need computed tokens are None before there are any, and for a model without a plan.
+    """
+
+    computed_by: str  # "powerinfer", or "upstream" for a model without a plan
+    n_tokens: int = 0  # token x layer evaluations of covered layers
+    density: float | None = None  # down rows used / n_ff
+    candidate_density: float | None = None  # gate rows read / n_ff
+    bytes_share: float | None = None  # read_bytes / dense_bytes
+    overlap: float | None = None  # mean Jaccard overlap of the active sets of consecutive single tokens
+    read_bytes: int = 0  # FFN bytes read, predictors included
+    dense_bytes: int = 0  # FFN bytes that a dense pass would have read
+    predictor_us: int = 0
+    gate_us: int = 0
+    up_down_us: int = 0
+    total_us: int = 0
+    n_blocks_whole: int = 0  # FFN blocks computed whole
+    n_blocks_by_op: int = 0  # FFN blocks computed op by op (LoRA, eval callbacks)
+    n_slow_rows: int = 0  # rows of a type without a kernel of its own
+    row_types: tuple[str, ...] = ()  # types of the weight rows as they are stored
+    modes: tuple[tuple[str, int], ...] = ()  # (mode, layers that run it); "upstream": not covered
+    kernels: str | None = None  # kernel set in use
+    memory_bytes: int = 0  # anonymous memory of the plan's buffers
+
+    def __str__(self) -> str:
+        if self.computed_by == "upstream":
+            return "upstream computes this model: it has no plan"
+        lines = [
+            f"layers {', '.join(f'{mode} x {n}' for mode, n in self.modes)}; rows {', '.join(self.row_types)}; "
+            f"kernels {self.kernels}; {self.memory_bytes / 2**20:.0f} MiB"
+        ]
+        if self.n_tokens:
+            overlap = "-" if self.overlap is None else f"{self.overlap:.2f}"
+            lines += [
+                f"density {self.density:.3f}, candidate_density {self.candidate_density:.3f}, "
+                f"bytes_share {self.bytes_share:.3f}, overlap {overlap}",
+                f"read {self.read_bytes / 1e9:.2f} GB of {self.dense_bytes / 1e9:.2f} GB in {self.total_us / 1e6:.2f} s: "
+                f"predictor {self.predictor_us / 1e6:.2f}, gate {self.gate_us / 1e6:.2f}, "
+                f"up and down {self.up_down_us / 1e6:.2f}",
+                f"blocks whole {self.n_blocks_whole}, op by op {self.n_blocks_by_op}; slow rows {self.n_slow_rows}",
+            ]
+        return "\n".join(lines)
+
+
+class _PlanModel(internals.LlamaModel):
+    """Upstream's model wrapper; loads through the plan in `_plan_to_load` when there is one, and then owns the plan."""
+
+    def __init__(self, *, path_model: str, params: llama_cpp.llama_model_params, verbose: bool = True) -> None:
+        self.plan = _plan_to_load.get()
+        if self.plan is None:
+            super().__init__(path_model=path_model, params=params, verbose=verbose)
+            return
+        _plan_to_load.set(None)
+        self.path_model = path_model
+        self.params = params
+        self.verbose = verbose
+        self.sampler = None
+        self.custom_samplers: list[Any] = []
+        self.model: int | None = None
+        # Freed in the reverse order: contexts (they register themselves here), the model, the plan.
+        self._exit_stack = contextlib.ExitStack()
+        self._exit_stack.callback(self.plan.close)
+        with suppress_stdout_stderr(disable=verbose):
+            self.model = self.plan.load_model(ctypes.addressof(params))
+        self._exit_stack.callback(self._free_model)
+        self.vocab = llama_cpp.llama_model_get_vocab(self.model)
+
+    def _free_model(self) -> None:
+        if self.model is not None:
+            llama_cpp.llama_model_free(self.model)
+            self.model = None
+
+
+internals.LlamaModel = _PlanModel
+
+
+class _Notes:
+    """Hands the core's notes to logging; holds them back while upstream has stderr switched off."""
+
+    def __init__(self) -> None:
+        self._held: list[str] | None = []
+
+    def __call__(self, text: str) -> None:
+        if self._held is None:
+            _logger.warning("%s", text)
+        else:
+            self._held.append(text)
+
+    def release(self) -> None:
+        held, self._held = self._held or [], None
+        for text in held:
+            _logger.warning("%s", text)
+
+
+class _Turns:
+    """One generation at a time on one context: those of other threads wait, those of its own thread end it."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._holder: object | None = None
+        self._thread: threading.Thread | None = None
+
+    def take(self) -> object:
+        """Wait for the turn. A stream that this thread, or one that has ended, left unfinished loses it.
+
+        Returns:
+            The turn, for `check` and `give`.
+        """
+        turn = object()
+        with self._changed:
+            me = threading.current_thread()
+            while self._holder is not None and self._thread is not me and self._thread.is_alive():
+                self._changed.wait(1.0)  # the end of a thread notifies nobody
+            self._holder = turn
+            self._thread = me
+        return turn
+
+    def check(self, turn: object) -> None:
+        """Note which thread goes on with the turn.
+
+        Raises:
+            PowerInferError: another generation took it.
+        """
+        with self._changed:
+            if self._holder is not turn:
+                raise PowerInferError(
+                    "generation: another one was started on the same model in between; expected one at a time; "
+                    "finish or close a stream before the next, or load the model twice."
+                )
+            self._thread = threading.current_thread()
+
+    def give(self, turn: object) -> None:
+        """End the turn; nothing happens when it was lost."""
+        with self._changed:
+            if self._holder is turn:
+                self._holder = self._thread = None
+                self._changed.notify_all()
+
+
+class _Closed:
+    """Stands where the parts of a closed model were."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise ClosedError(_CLOSED_TEXT)
+
+
+_CLOSED_TEXT = "model: it was closed; expected an open one; create it again."
+_CLOSED = _Closed()
+
+
+class Llama(stock_llama):
+    """A model with sparse feed-forward blocks; otherwise `llama_cpp.Llama`.
+
+    Args:
+        model_path: a plain GGUF (its sidecar `X.powerinfer.gguf` is found beside it), or an extended GGUF.
+        sparsity: auto, dense, exact, threshold or predicted.
+        plan: the extended GGUF to use, when it isn't beside the model.
+        strict: a fallback is an error instead of a note.
+        mapped: FFN rows stay in the mapped file instead of a copy; for models near the size of memory.
+        **options: the options of `llama_cpp.Llama`; n_threads and n_threads_batch default to the physical cores
+            that the process may use.
+
+    Raises:
+        OptionError: an option doesn't exist.
+        FormatError: the model file doesn't exist or isn't a GGUF.
+        PlanError: the plan isn't usable for this model.
+    """
+
+    def __init__(
+        self,
+        model_path: str | os.PathLike[str],
+        *,
+        sparsity: str = "auto",
+        plan: str | os.PathLike[str] | None = None,
+        strict: bool = False,
+        mapped: bool = False,
+        **options: Any,
+    ) -> None:
+        _check_options(options)
+        if sparsity not in SPARSITY_MODES:
+            near = _nearest(sparsity, SPARSITY_MODES)
+            raise OptionError(f"sparsity: {sparsity!r}; expected one of {', '.join(SPARSITY_MODES)}; {near}")
+        model_path = os.fspath(model_path)
+        self._plan_options = {
+            "sparsity": sparsity,
+            "plan": None if plan is None else os.fspath(plan),
+            "strict": strict,
+            "mapped": mapped,
+        }
+        self._turns = _Turns()
+        n_cores = _core.physical_cores()
+        for name in ("n_threads", "n_threads_batch"):
+            if (options.get(name) or 0) <= 0:
+                options[name] = n_cores
+        notes = _Notes()
+        self._plan = _open_plan(
+            model_path,
+            notes,
+            mlock=bool(options.get("use_mlock")),
+            vocab_only=bool(options.get("vocab_only")),
+            **self._plan_options,
+        )
+        token = _plan_to_load.set(self._plan)
+        try:
+            super().__init__(model_path, **options)
+        except BaseException:
+            self._free()
+            raise
+        finally:
+            _plan_to_load.reset(token)
+            notes.release()
+
+    @property
+    def sparsity(self) -> str:
+        """The mode asked for; setting it changes it between two decodes.
+
+        Raises:
+            PlanError: the plan can't run the mode, or the model has no plan.
+            OptionError: there is no such mode.
+        """
+        return self._plan_options["sparsity"]
+
+    @sparsity.setter
+    def sparsity(self, mode: str) -> None:
+        self._check_open()
+        if self._plan is not None:
+            self._plan.set_sparsity(mode)
+        elif mode not in ("auto", "dense"):
+            how = _how_to_plan(self.model_path)
+            raise PlanError(f"{self.model_path}: sparsity {mode!r} was asked for without a plan; expected one; {how}")
+        self._plan_options["sparsity"] = mode
+
+    def stats(self) -> Stats:
+        """What the feed-forward blocks did since the start or the last `reset_stats`.
+
+        Returns:
+            The figures.
+
+        Raises:
+            ClosedError: the model was closed.
+        """
+        self._check_open()
+        if self._plan is None:
+            return Stats(computed_by="upstream")
+        sums = self._plan.stats()
+        layers = self._plan.layers()
+        modes = collections.Counter(layer["sparsity"] if layer["n_ff"] else "upstream" for layer in layers)
+        row_types = {layer[name] for layer in layers for name in ("gate_type", "up_type", "down_type")} - {""}
+        return Stats(
+            computed_by="powerinfer",
+            density=_share(sums["n_active"], sums["n_neurons"]),
+            candidate_density=_share(sums["n_candidates"], sums["n_neurons"]),
+            bytes_share=_share(sums["read_bytes"], sums["dense_bytes"]),
+            overlap=_share(sums["overlap_sum"], sums["n_overlaps"]),
+            row_types=tuple(sorted(row_types)),
+            modes=tuple(sorted(modes.items())),
+            kernels=self._plan.kernels,
+            memory_bytes=self._plan.memory_bytes,
+            **{
+                name: sums[name]
+                for name in (
+                    "n_tokens", "read_bytes", "dense_bytes", "predictor_us", "gate_us", "up_down_us", "total_us",
+                    "n_blocks_whole", "n_blocks_by_op", "n_slow_rows",
+                )
+            },
+        )  # fmt: skip
+
+    def reset_stats(self) -> None:
+        """Start the figures of `stats` at 0 again.
+
+        Raises:
+            ClosedError: the model was closed.
+        """
+        self._check_open()
+        if self._plan is not None:
+            self._plan.reset_stats()
+
+    def close(self) -> None:
+        """Free context, model and plan, in this order. Twice is fine; any later use raises ClosedError."""
+        turn = self._turns.take()
+        self._free()
+        self._turns.give(turn)
+
+    def __del__(self) -> None:
+        self._free()
+
+    def _free(self) -> None:
+        # Also after an __init__ that failed at any point.
+        if hasattr(self, "_stack"):
+            self._stack.close()
+        if getattr(self, "_plan", None) is not None:
+            self._plan.close()
+        self._model = self._ctx = self._batch = self.tokenizer_ = _CLOSED
+
+    def __enter__(self) -> Llama:
+        self._check_open()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def embed(self, *args: Any, **kwargs: Any) -> Any:
+        turn = self._turns.take()
+        try:
+            return super().embed(*args, **kwargs)
+        finally:
+            self._turns.give(turn)
+
+    def _create_completion(
+        self, prompt: str | list[int], suffix: str | None = None, *args: Any, **kwargs: Any
+    ) -> Iterator[Any]:
+        """Upstream's one implementation of completions, streamed or not; one at a time."""
+        if len(prompt) == 0 and suffix is None:
+            prompt = self._empty_prompt()
+        turn = self._turns.take()
+        try:
+            chunks = super()._create_completion(prompt, suffix, *args, **kwargs)
+            while True:
+                self._turns.check(turn)
+                try:
+                    chunk = next(chunks)
+                except StopIteration:
+                    return
+                self._turns.check(turn)
+                yield chunk
+        finally:
+            self._turns.give(turn)
+
+    def _empty_prompt(self) -> str | list[int]:
+        """What an empty prompt starts from: upstream puts BOS there only if the model's own prompts begin with it."""
+        if self._model.add_bos_token():
+            return ""
+        if self.token_bos() == -1:
+            raise OptionError("prompt: it is empty, and the model has no BOS token; expected text; pass some.")
+        return [self.token_bos()]
+
+    def _check_open(self) -> None:
+        if self._model is _CLOSED:
+            raise ClosedError(_CLOSED_TEXT)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), **self._plan_options}
+
+
+def install() -> None:
+    """Make `llama_cpp.Llama` this package's Llama, for frameworks that import it themselves. Twice is fine."""
+    llama_cpp.Llama = llama_cpp.llama.Llama = Llama
+
+
+def uninstall() -> None:
+    """Undo `install`."""
+    llama_cpp.Llama = llama_cpp.llama.Llama = stock_llama
+
+
+def _open_plan(
+    model_path: str,
+    notes: _Notes,
+    *,
+    sparsity: str,
+    plan: str | None,
+    strict: bool,
+    mapped: bool,
+    mlock: bool,
+    vocab_only: bool,
+) -> _core.Plan | None:
+    """Open the plan that belongs to a model path; None when upstream computes the model."""
+    for path in (model_path, plan):
+        if path is not None and not os.path.exists(path):
+            raise FormatError(f"{path}: no such file; expected a GGUF; check the path.")
+    kind, sidecar = _core.inspect_path(model_path)
+    options = {"sparsity": sparsity, "strict": strict, "mapped": mapped, "mlock": mlock, "note": notes}
+    if kind == "extended":
+        if plan is not None and not os.path.samefile(plan, model_path):
+            raise OptionError(
+                f"plan: {plan} was given, but {model_path} is an extended GGUF itself; expected one of them; "
+                "leave plan out, or pass the base model as model_path."
+            )
+        return _core.Plan.open(model_path, **options)
+    if vocab_only:
+        return None
+    if plan or sidecar:
+        return _core.Plan.open(plan or sidecar, model_path, **options)
+    if sparsity != "dense":
+        text = f"{model_path}: it has no plan, so upstream computes it densely; {_how_to_plan(model_path)}"
+        if strict:
+            raise PlanError(text)
+        notes(text)
+    return None
+
+
+def _how_to_plan(model_path: str) -> str:
+    stem = model_path[: -len(".gguf")] if model_path.endswith(".gguf") else model_path
+    return f"make one with: powerinfer profile {model_path} --text FILE -o {stem}.powerinfer.gguf"
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    """Refuse unknown options, drop obsolete ones with a note."""
+    for name in list(options):
+        if name in OBSOLETE_OPTIONS:
+            del options[name]
+            _logger.warning("option %s: obsolete, llama_cpp ignores it; leave it out.", name)
+        elif name not in _SIGNATURE.parameters:
+            raise OptionError(f"option {name}: Llama has none of this name; {_nearest(name, _SIGNATURE.parameters)}")
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"did you mean {near[0]}?" if near else "see help(powerinfer_py.Llama)."
+
+
+def _share(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
+
+
+def _signature() -> inspect.Signature:
+    """Signature of Llama with upstream's options spelled out."""
+    own = inspect.signature(Llama.__init__).parameters
+    stock = inspect.signature(stock_llama.__init__).parameters
+    return inspect.Signature(
+        [p for p in own.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+        + [p for name, p in stock.items() if name not in own and p.kind is inspect.Parameter.KEYWORD_ONLY]
+    )
+
+
+_SIGNATURE = _signature()
+Llama.__init__.__signature__ = _SIGNATURE  # type: ignore[attr-defined]
