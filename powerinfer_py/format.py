@@ -499,7 +499,8 @@ class BaseModel:
             if match is None or int(match[1]) >= self.n_layer:
                 continue
             rest = match[2]
-            plain = not rest.startswith("nextn.")
+            # "ffn.": activation scales (AWQ)
+            plain = not rest.startswith(("nextn.", "ffn."))
             if rest.startswith("ffn_"):
                 plain = re.fullmatch(r"ffn_(gate|up|down|norm|post_norm)(\.(?!\d).*)?", rest, re.DOTALL) is not None
             if not plain:

@@ -600,7 +600,7 @@ std::vector<bool> layers_not_plain(const base_model & base) {
             if (!split_layer_name(name, i_layer, rest) || i_layer >= base.n_layer()) {
                 continue;
             }
-            bool plain = rest.substr(0, 6) != "nextn.";
+            bool plain = rest.substr(0, 6) != "nextn." && rest.substr(0, 4) != "ffn.";  // the latter: activation scales (AWQ)
             if (rest.substr(0, 4) == "ffn_") {
                 const size_t dot = rest.find('.');
                 const std::string_view stem = rest.substr(4, dot - 4);

@@ -1,0 +1,45 @@
+"""Fixtures of all Python tests: tiny models and plans (tiny_models.py), written once per session."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+# The tests' own helper modules; the package under test is the installed one.
+sys.path.insert(0, str(Path(__file__).parent))
+
+import tiny_models  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`tiny_model(arch="llama", **options) -> Path` of tiny_models.write_tiny_model; equal calls share one file.
+
+    Don't put anything beside that file: copy it into tmp_path, or name the plan's path.
+    """
+    folder = tmp_path_factory.mktemp("tiny-models")
+    written: dict[tuple, Path] = {}
+
+    def write(arch: str = "llama", **options: object) -> Path:
+        key = (arch, *sorted(options.items()))
+        if key not in written:
+            written[key] = tiny_models.write_tiny_model(folder / f"{arch}-{len(written)}.gguf", arch, **options)
+        return written[key]
+
+    return write
+
+
+@pytest.fixture
+def tiny_plan(tmp_path: Path) -> Callable[..., Path]:
+    """`tiny_plan(model, **options) -> Path` of tiny_models.write_tiny_plan, written into the test's own folder."""
+    n_written = 0
+
+    def write(model: Path, **options: object) -> Path:
+        nonlocal n_written
+        n_written += 1
+        return tiny_models.write_tiny_plan(model, tmp_path / f"plan-{n_written}.powerinfer.gguf", **options)
+
+    return write
