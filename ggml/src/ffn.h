@@ -195,6 +195,7 @@ public:
     const ffn_layer & layer() const { return layer_; }
     size_t memory_bytes() const { return memory_bytes_; }
     bool derives_down() const;  // down rows were transposed here because the plan stores none
+    int base_down_type() const { return info_[2].row_type; }
 
 private:
     status prepare();

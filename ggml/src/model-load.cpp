@@ -1,0 +1,82 @@
+// Loads the base model of a plan through libllama, with the plan's buffer type for its FFN tensors.
+#include "model-load.h"
+
+#include <sched.h>
+
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <fstream>
+#include <set>
+#include <string>
+#include <vector>
+
+namespace powerinfer {
+
+status model_load(ggml_backend_powerinfer_plan_t plan, llama_model_params params, llama_model *& out) {
+    out = nullptr;
+    std::vector<llama_model_tensor_buft_override> overrides;
+    overrides.push_back({ggml_backend_powerinfer_plan_tensor_pattern(plan), ggml_backend_powerinfer_plan_buffer_type(plan)});
+    for (const auto * given = params.tensor_buft_overrides; given != nullptr && given->pattern != nullptr; ++given) {
+        overrides.push_back(*given);
+    }
+    overrides.push_back({nullptr, nullptr});
+    params.tensor_buft_overrides = overrides.data();
+
+    const std::string path = ggml_backend_powerinfer_plan_base_path(plan);
+    const uint64_t offset = ggml_backend_powerinfer_plan_base_offset(plan);
+    llama_model * model = nullptr;
+    if (offset == 0) {
+        model = llama_model_load_from_file(path.c_str(), params);
+    } else {
+        FILE * file = std::fopen(path.c_str(), "rb");
+        if (file == nullptr || fseeko(file, static_cast<off_t>(offset), SEEK_SET) != 0) {
+            const std::string reason = std::strerror(errno);
+            if (file != nullptr) {
+                std::fclose(file);
+            }
+            return status::error(path + ": can't be read (" + reason + "); check the path and permissions.");
+        }
+        model = llama_model_load_from_file_ptr(file, params);
+        std::fclose(file);
+    }
+    char error[1024] = "";
+    const bool fits = params.vocab_only || params.no_alloc || ggml_backend_powerinfer_plan_check(plan, error, sizeof(error));
+    if (model != nullptr && fits) {
+        // The override list dies with this call; libllama reads it only while it loads.
+        out = model;
+        return {};
+    }
+    if (model != nullptr) {
+        llama_model_free(model);
+        return status::error(error);
+    }
+    // The plan's own reason, when it has one, is the better one.
+    const bool ours = std::strstr(error, "no complete FFN") == nullptr && error[0] != '\0';
+    return status::error(ours ? error
+                              : path + ": libllama could not load the base model; its log says why (verbose); check the file and the free memory.");
+}
+
+int physical_cores_allowed() {
+    cpu_set_t allowed;
+    CPU_ZERO(&allowed);
+    if (sched_getaffinity(0, sizeof(allowed), &allowed) != 0) {
+        return 1;
+    }
+    // Cores are told apart by the list of their hyper-threads.
+    std::set<std::string> cores;
+    for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
+        if (!CPU_ISSET(cpu, &allowed)) {
+            continue;
+        }
+        std::ifstream file("/sys/devices/system/cpu/cpu" + std::to_string(cpu) + "/topology/thread_siblings_list");
+        std::string siblings;
+        if (!std::getline(file, siblings) || siblings.empty()) {
+            siblings = std::to_string(cpu);
+        }
+        cores.insert(siblings);
+    }
+    return cores.empty() ? 1 : static_cast<int>(cores.size());
+}
+
+}  // namespace powerinfer
