@@ -21,6 +21,7 @@ import numpy as np
 
 from powerinfer_py import _core
 from powerinfer_py.errors import OptionError, PlanError
+from powerinfer_py.format import BaseModel, Plan, atomic_path, find_sidecar, is_extended, read_plan
 from powerinfer_py.llama import SPARSITY_MODES, Llama, Stats, stock_llama
 
 STOCK = "stock"
@@ -82,6 +83,7 @@ class Model:
     shape: str
     tokens: str  # "text" or "random"
     n_threads: int
+    recall: float | None  # mean over the plan's predictors, measured on held-out text
     weight_bytes: int  # weights that a dense decode of one token reads
     bandwidth_gb_s: float  # measured by read_bandwidth
     loaded_together: bool
@@ -107,10 +109,12 @@ class Line:
 class _Models:
     """The models under test: stock and ours, kept loaded together when memory allows."""
 
-    def __init__(self, options: BenchOptions) -> None:
+    def __init__(self, options: BenchOptions, base: BaseModel) -> None:
         self._options = options
+        self._base = base
         self._loaded: dict[bool, Any] = {}
-        self.together = os.path.getsize(options.model) * 2.2 < _available_memory_bytes()
+        n_bytes = sum(file.size for file in base.files)
+        self.together = n_bytes * 2.2 < _available_memory_bytes()
 
     def get(self, mode: str) -> Any:
         """The model that runs a mode, set to it."""
@@ -136,11 +140,9 @@ class _Models:
             "verbose": False,
         }
         if mode == STOCK:
-            return stock_llama(_stock_path(o.model), **common)
+            return stock_llama(_stock_path(self._base), **common)
         model = Llama(o.model, sparsity=mode, plan=o.plan, strict=o.strict, mapped=o.mapped, **common)
-        if model.stats().computed_by == "upstream":
-            model.close()
-            raise PlanError(f"{o.model}: it has no plan; expected one to measure; make one with powerinfer profile.")
+        _check_has_plan(model)
         return model
 
     def close(self) -> None:
@@ -165,7 +167,8 @@ def measure(options: BenchOptions) -> Iterator[Model | Sample]:
     for mode in options.modes:
         if mode not in (STOCK, *SPARSITY_MODES):
             raise OptionError(f"modes: {mode!r}; expected {STOCK}, {', '.join(SPARSITY_MODES)}; pass some of them.")
-    models = _Models(options)
+    base, plan = open_files(options.model, options.plan)
+    models = _Models(options, base)
     try:
         first = models.get(options.modes[0])
         tokens, tokens_are = _make_tokens(first, options.n_prompt + options.n_gen)
@@ -175,7 +178,8 @@ def measure(options: BenchOptions) -> Iterator[Model | Sample]:
             shape=_shape(first.metadata),
             tokens=tokens_are,
             n_threads=n_threads,
-            weight_bytes=_weight_bytes(first),
+            recall=_recall(plan),
+            weight_bytes=_weight_bytes(base),
             bandwidth_gb_s=read_bandwidth(n_threads) / 1e9,
             loaded_together=models.together,
         )
@@ -254,12 +258,13 @@ def compare_with_stock(llama: Llama, tokens: list[int], n_gen: int, repeats: int
         One line: medians of both, and the median of the pairwise ratios.
 
     Raises:
-        PlanError: the base model is inside the extended GGUF, where stock llama.cpp can't open it.
+        PlanError: the model has no plan, or its base is inside the extended GGUF, where stock llama.cpp can't open it.
     """
+    _check_has_plan(llama)
     n_gen = max(1, min(n_gen, len(tokens) - 1))
     prompt, decoded = tokens[:-n_gen], tokens[-n_gen:]
     with_stock = stock_llama(
-        _stock_path(llama.model_path),
+        _stock_path(open_files(llama.model_path, None)[0]),
         n_ctx=llama.n_ctx(),
         n_threads=llama.n_threads,
         n_threads_batch=llama.n_threads,
@@ -277,8 +282,9 @@ def compare_with_stock(llama: Llama, tokens: list[int], n_gen: int, repeats: int
         with_stock.close()
         llama.reset()
     sparse, stock = statistics.median(speeds["sparse"]), statistics.median(speeds[STOCK])
+    ratio = _ratio(speeds["sparse"], speeds[STOCK])
     return (
-        f"sparse {sparse:.2f} tokens/s, stock {stock:.2f} tokens/s, ratio {_ratio(speeds['sparse'], speeds[STOCK]):.2f} "
+        f"sparse {sparse:.2f} tokens/s, stock {stock:.2f} tokens/s, ratio {ratio:.2f} "
         f"(decode, medians of {repeats} runs of {n_gen} tokens, interleaved, {llama.n_threads} threads)"
     )
 
@@ -361,9 +367,8 @@ def run(args: argparse.Namespace) -> int:
             "lines": [dataclasses.asdict(line) for line in lines],
             "samples": [dataclasses.asdict(sample) for sample in samples],
         }
-        with open(f"{args.json}.tmp", "w", encoding="utf-8") as file:
-            json.dump(report, file, indent=1)
-        os.replace(f"{args.json}.tmp", args.json)
+        with atomic_path(args.json) as temporary:
+            temporary.write_text(json.dumps(report, indent=1), encoding="utf-8")
     return 0
 
 
@@ -380,7 +385,7 @@ def _print_table(model: Model, lines: list[Line], options: BenchOptions) -> None
     console.print(
         f"{model.n_threads} threads; prompt {options.n_prompt}, decode {options.n_gen} tokens of {model.tokens}; "
         f"{options.repeats} runs, interleaved{'' if model.loaded_together else ', loaded one at a time'}; "
-        f"read probe {model.bandwidth_gb_s:.1f} GB/s"
+        f"read probe {model.bandwidth_gb_s:.1f} GB/s{f'; recall {model.recall:.3f}' if model.recall else ''}"
     )
     table = Table(box=None, pad_edge=False)
     speeds = ("prompt tok/s", "x stock", "decode tok/s", "x stock")
@@ -462,27 +467,46 @@ def _shape(metadata: dict[str, str]) -> str:
     return f"{architecture}, {n_layer} layers, n_embd {n_embd}, n_ff {n_ff}"
 
 
-def _weight_bytes(model: Any) -> int:
-    """Weights that a dense decode reads per token: all of them; of a token embedding that isn't the output too, one row."""
-    return int(llama_cpp.llama_model_size(model.model))
+def _check_has_plan(llama: Llama) -> None:
+    if llama.stats().computed_by == "upstream":
+        raise PlanError(
+            f"{llama.model_path}: it has no plan; expected one to measure; make one with powerinfer profile."
+        )
 
 
-def _stock_path(model_path: str) -> str:
-    """The stock GGUF of a model path.
+def open_files(model: str, plan: str | None) -> tuple[BaseModel, Plan | None]:
+    """The base model and the plan that belong to a model path."""
+    if is_extended(model):
+        found = read_plan(model)
+        return found.open_base(), found
+    path = plan or find_sidecar(model)
+    return BaseModel(model), None if path is None else read_plan(path)
+
+
+def _stock_path(base: BaseModel) -> str:
+    """Where stock llama.cpp opens a base model.
 
     Raises:
-        PlanError: it is inside the extended GGUF.
+        PlanError: nowhere, it is inside the extended GGUF.
     """
-    kind, _ = _core.inspect_path(model_path)
-    if kind == "plain":
-        return model_path
-    with _core.Plan.open(model_path, note=lambda text: None) as plan:
-        if plan.base_offset:
-            raise PlanError(
-                f"{model_path}: the base model is inside it, where stock llama.cpp can't open it; "
-                "expected a sidecar beside its base; compare there, or leave stock out."
-            )
-        return str(plan.base_path)
+    if base.files[0].offset:
+        raise PlanError(
+            f"{base.path}: the base model is inside it, where stock llama.cpp can't open it; "
+            "expected a sidecar beside its base; compare there, or leave stock out."
+        )
+    return str(base.path)
+
+
+def _weight_bytes(base: BaseModel) -> int:
+    """Weights that a dense decode reads per token: all but the tables of which it reads one row."""
+    tables = {"position_embd.weight"} | ({"token_embd.weight"} if "output.weight" in base.tensors else set())
+    return sum(base.tensor(name).n_bytes for name in base.tensors if name not in tables)
+
+
+def _recall(plan: Plan | None) -> float | None:
+    """Mean of the recalls that were measured for the predictors."""
+    recalls = [layer.predictor_recall for layer in plan.layers if layer.predictor_recall] if plan else []
+    return statistics.mean(recalls) if recalls else None
 
 
 def _available_memory_bytes() -> int:

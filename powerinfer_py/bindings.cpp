@@ -403,6 +403,7 @@ nb::tuple inspect_path(const std::filesystem::path & path) {
 
 NB_MODULE(_core, m) {
     m.doc() = "The compiled core: plans, and models loaded with them. Import powerinfer_py instead of this module.";
+    nb::set_leak_warnings(false);  // a model that lives until the interpreter ends is no bug
     m.attr("N_BINS") = GGML_POWERINFER_N_BINS;
 
     nb::class_<plan_object>(m, "Plan", nb::type_slots(plan_slots),

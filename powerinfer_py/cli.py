@@ -8,7 +8,6 @@ import importlib
 import logging
 import os
 import sys
-import time
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -151,9 +150,13 @@ def run_model(args: argparse.Namespace) -> int:
     Returns:
         The exit code.
     """
+    import llama_cpp
+
     from powerinfer_py import bench
     from powerinfer_py.llama import Llama
 
+    base, _ = bench.open_files(args.model, args.plan)
+    n_ctx_train = base.files[0].get_int(f"{base.architecture}.context_length") or args.ctx_size
     options = {
         "sparsity": args.sparsity,
         "plan": args.plan,
@@ -162,21 +165,20 @@ def run_model(args: argparse.Namespace) -> int:
         "use_mlock": args.mlock,
         "n_threads": args.threads,
         "n_threads_batch": args.threads,
-        "n_ctx": args.ctx_size,
+        "n_ctx": min(args.ctx_size, n_ctx_train),
     }
     with Llama(args.model, verbose=False, **options) as llama:
         text = ""
-        times = []
         try:
             for piece in _generate(llama, args):
-                times.append(time.perf_counter())
                 text += piece
                 sys.stdout.write(piece)
                 sys.stdout.flush()
         finally:
             sys.stdout.write("\n")
-        if len(times) > 1:
-            print(f"{(len(times) - 1) / (times[-1] - times[0]):.2f} tokens/s ({len(times)} tokens)", file=sys.stderr)
+        times = llama_cpp.llama_perf_context(llama.ctx)
+        if times.n_eval:
+            print(f"{times.n_eval * 1000 / times.t_eval_ms:.2f} tokens/s, {times.n_eval} tokens", file=sys.stderr)
         print(llama.stats(), file=sys.stderr)
         if args.compare:
             tokens = llama.tokenize((args.prompt + text).encode("utf-8"))

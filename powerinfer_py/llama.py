@@ -25,6 +25,7 @@ from llama_cpp._utils import suppress_stdout_stderr
 
 from powerinfer_py import _core
 from powerinfer_py.errors import ClosedError, FormatError, OptionError, PlanError, PowerInferError
+from powerinfer_py.format import SIDECAR_SUFFIX
 
 SPARSITY_MODES = ("auto", "dense", "exact", "threshold", "predicted")
 
@@ -75,7 +76,7 @@ class Stats:
             lines += [
                 f"density {self.density:.3f}, candidate_density {self.candidate_density:.3f}, "
                 f"bytes_share {self.bytes_share:.3f}, overlap {overlap}",
-                f"read {self.read_bytes / 1e9:.2f} GB of {self.dense_bytes / 1e9:.2f} GB in {self.total_us / 1e6:.2f} s: "
+                f"read {self.read_bytes / 1e9:.2f} of {self.dense_bytes / 1e9:.2f} GB in {self.total_us / 1e6:.2f} s: "
                 f"predictor {self.predictor_us / 1e6:.2f}, gate {self.gate_us / 1e6:.2f}, "
                 f"up and down {self.up_down_us / 1e6:.2f}",
                 f"blocks whole {self.n_blocks_whole}, op by op {self.n_blocks_by_op}; slow rows {self.n_slow_rows}",
@@ -431,7 +432,7 @@ def _open_plan(
 
 def _how_to_plan(model_path: str) -> str:
     stem = model_path[: -len(".gguf")] if model_path.endswith(".gguf") else model_path
-    return f"make one with: powerinfer profile {model_path} --text FILE -o {stem}.powerinfer.gguf"
+    return f"make one with: powerinfer profile {model_path} --text FILE -o {stem}{SIDECAR_SUFFIX}"
 
 
 def _check_options(options: dict[str, Any]) -> None:
