@@ -1,11 +1,403 @@
-// The avx2 set. Placeholder: reported as unsupported until its kernels are in.
+// The AVX2 set (AVX2, FMA, F16C, BMI).
+// Includes nothing but the table, the body and intrinsics: see STYLE.md, "Who may include what".
 #include "kernel-table.h"
+#include "row-types.h"
+
+#include <cstddef>
+#include <cstdint>
+#include <immintrin.h>
 
 namespace powerinfer {
+
 namespace {
-bool never_supported() {
-    return false;
+
+using vf = __m256;
+constexpr int64_t vf_n = 8;
+constexpr int matmul_n_x = 2;  // 2 x 4 sums, 4 rows of w and one of x: 13 of 16 registers
+
+__m256i first_lanes(int64_t count) {
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32(count > 8 ? 8 : int(count)), _mm256_set_epi32(7, 6, 5, 4, 3, 2, 1, 0));
 }
+
+vf vf_zero() { return _mm256_setzero_ps(); }
+vf vf_set(float value) { return _mm256_set1_ps(value); }
+vf vf_load(const float * p) { return _mm256_loadu_ps(p); }
+vf vf_load_part(const float * p, int64_t count) { return _mm256_maskload_ps(p, first_lanes(count)); }
+void vf_store(float * p, vf v) { _mm256_storeu_ps(p, v); }
+void vf_store_part(float * p, vf v, int64_t count) { _mm256_maskstore_ps(p, first_lanes(count), v); }
+vf vf_first(vf v, int64_t count) { return _mm256_and_ps(v, _mm256_castsi256_ps(first_lanes(count))); }
+vf vf_add(vf a, vf b) { return _mm256_add_ps(a, b); }
+vf vf_fma(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
+vf vf_div(vf a, vf b) { return _mm256_div_ps(a, b); }
+vf vf_max(vf a, vf b) { return _mm256_max_ps(a, b); }
+vf vf_min(vf a, vf b) { return _mm256_min_ps(a, b); }
+vf vf_round(vf a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+uint32_t vf_nonzero(vf a) { return uint32_t(_mm256_movemask_ps(_mm256_cmp_ps(a, _mm256_setzero_ps(), _CMP_NEQ_UQ))); }
+
+// a * 2^n for whole n in [-252, 254], in two factors: 2^n alone may lie outside the float range.
+vf vf_scale2(vf a, vf n) {
+    const __m256i whole = _mm256_cvtps_epi32(n);
+    const __m256i half = _mm256_srai_epi32(whole, 1);
+    const __m256i bias = _mm256_set1_epi32(127);
+    const __m256i f0 = _mm256_slli_epi32(_mm256_add_epi32(half, bias), 23);
+    const __m256i f1 = _mm256_slli_epi32(_mm256_add_epi32(_mm256_sub_epi32(whole, half), bias), 23);
+    return _mm256_mul_ps(_mm256_mul_ps(a, _mm256_castsi256_ps(f0)), _mm256_castsi256_ps(f1));
+}
+
+// total: (4) the sums of a, b, c and d.
+void vf_sum4(vf a, vf b, vf c, vf d, float * total) {
+    const vf abcd = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
+    _mm_storeu_ps(total, _mm_add_ps(_mm256_castps256_ps128(abcd), _mm256_extractf128_ps(abcd, 1)));
+}
+
+float vf_sum(vf a) {
+    float total[4];
+    vf_sum4(a, a, a, a, total);
+    return total[0];
+}
+
+__m128i load_16(const uint8_t * p) {
+    return _mm_loadu_si128(reinterpret_cast<const __m128i *>(p));
+}
+
+__m256i load_32(const void * p) {
+    return _mm256_loadu_si256(static_cast<const __m256i *>(p));
+}
+
+vf vf_load_f16(const uint8_t * p) {
+    return _mm256_cvtph_ps(load_16(p));
+}
+
+vf vf_load_bf16(const uint8_t * p) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load_16(p)), 16));
+}
+
+// How a block of x is quantized: q = round(x * inverse), x ~ q * d. See kernels-scalar.cpp.
+struct block_scale {
+    float d;
+    float inverse;
+};
+
+block_scale block_scale_of(const float * x) {
+    const vf sign = vf_set(-0.0f);
+    vf largest = vf_zero();
+    vf finite = _mm256_castsi256_ps(_mm256_set1_epi32(-1));
+    for (int j = 0; j < 32; j += 8) {
+        const vf magnitude = _mm256_andnot_ps(sign, vf_load(x + j));
+        finite = _mm256_and_ps(finite, _mm256_cmp_ps(magnitude, vf_set(__FLT_MAX__), _CMP_LE_OQ));
+        largest = vf_max(largest, magnitude);
+    }
+    if (_mm256_movemask_ps(finite) != 0xff) {
+        return {__builtin_nanf(""), 0.0f};
+    }
+    __m128 m = _mm_max_ps(_mm256_castps256_ps128(largest), _mm256_extractf128_ps(largest, 1));
+    m = _mm_max_ps(m, _mm_movehl_ps(m, m));
+    m = _mm_max_ss(m, _mm_movehdup_ps(m));
+    const float x_max = _mm_cvtss_f32(m);
+    return x_max >= 0x1p-100f ? block_scale{x_max / 127.0f, 127.0f / x_max} : block_scale{0.0f, 0.0f};
+}
+
+// 32 values of x as int8; all zero when inverse is 0, whatever x is.
+__m256i quantize_32(const float * x, float inverse) {
+    if (inverse == 0.0f) {
+        return _mm256_setzero_si256();
+    }
+    __m256i q[4];
+    for (int j = 0; j < 4; ++j) {
+        q[j] = _mm256_cvtps_epi32(_mm256_mul_ps(vf_load(x + 8 * j), vf_set(inverse)));
+    }
+    // Packing works per 128-bit lane; the permutation puts the fours of bytes back in order.
+    const __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(q[0], q[1]), _mm256_packs_epi32(q[2], q[3]));
+    return _mm256_permutevar8x32_epi32(bytes, _mm256_set_epi32(7, 3, 6, 2, 5, 1, 4, 0));
+}
+
+// Sums of neighbouring fours of u * s: u (32) uint8, s (32) int8, the sum of two products within int16.
+__m256i dot_bytes(__m256i u, __m256i s) {
+    return _mm256_madd_epi16(_mm256_maddubs_epi16(u, s), _mm256_set1_epi16(1));
+}
+
+constexpr int group_size = 4;  // blocks per group, for every type here
+
+// One number per block of a group, for up to 4 rows: c[4 * r + k].
+struct group_scales {
+    alignas(16) float c[16];
+};
+
+// Half i_half of each block of a group at w, times scale.
+template <class Block, int i_half>
+void load_scales(const uint8_t * w, __m128 scale, float * out) {
+    uint16_t h[4];
+    for (int k = 0; k < group_size; ++k) {
+        __builtin_memcpy(&h[k], w + k * sizeof(Block) + 2 * i_half, sizeof(h[k]));
+    }
+    const __m128i halves = _mm_set_epi16(0, 0, 0, 0, short(h[3]), short(h[2]), short(h[1]), short(h[0]));
+    _mm_store_ps(out, _mm_mul_ps(scale, _mm_cvtph_ps(halves)));
+}
+
+template <class Block, int R, int i_half>
+void group_scales_of(const uint8_t * const * w, const float * scale, group_scales & out) {
+    for (int r = 0; r < R; ++r) {
+        load_scales<Block, i_half>(w[r], _mm_set1_ps(scale[r]), out.c + 4 * r);
+    }
+}
+
+// The 32 codes of a 4-bit block in the order of its values.
+__m256i load_codes(const uint8_t * q) {
+    const __m128i bytes = load_16(q);
+    const __m256i wide = _mm256_inserti128_si256(_mm256_castsi128_si256(bytes), _mm_srli_epi16(bytes, 4), 1);
+    return _mm256_and_si256(wide, _mm256_set1_epi8(15));
+}
+
+// 32 int8 as four vectors of floats.
+void convert_32(__m256i bytes, vf * out) {
+    const __m128i lo = _mm256_castsi256_si128(bytes);
+    const __m128i hi = _mm256_extracti128_si256(bytes, 1);
+    out[0] = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(lo));
+    out[1] = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_unpackhi_epi64(lo, lo)));
+    out[2] = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(hi));
+    out[3] = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_unpackhi_epi64(hi, hi)));
+}
+
+struct x_blocks {
+    int8_t q[group_size][32];
+    float d[group_size];
+};
+
+struct blocks_q4_0 {
+    static constexpr int row_type = row_type_q4_0;
+    using block = block_q4_0;
+    static constexpr int group_blocks = group_size;
+    static constexpr size_t group_bytes = group_size * sizeof(block);
+
+    struct x_group : x_blocks {
+        int32_t offset[group_size][8];  // -8 * sum of the lane's q
+    };
+
+    static void pack_block(x_group & g, int k, const float * x, block_scale s) {
+        _mm256_storeu_si256(reinterpret_cast<__m256i *>(g.q[k]), quantize_32(x, s.inverse));
+        g.d[k] = s.d;
+    }
+    static void pack_zero(x_group & g, int k) {
+        _mm256_storeu_si256(reinterpret_cast<__m256i *>(g.q[k]), _mm256_setzero_si256());
+        g.d[k] = 0.0f;
+    }
+    static void pack_sums(x_group & g) {
+        for (int k = 0; k < group_size; ++k) {
+            const __m256i sum = dot_bytes(_mm256_set1_epi8(8), load_32(g.q[k]));
+            _mm256_storeu_si256(reinterpret_cast<__m256i *>(g.offset[k]), _mm256_sub_epi32(_mm256_setzero_si256(), sum));
+        }
+    }
+
+    template <bool part>
+    static vf dot(const uint8_t * w, const x_group & x, vf sum, int64_t n_left) {
+        group_scales d;
+        load_scales<block, 0>(w, _mm_loadu_ps(x.d), d.c);
+        for (int k = 0; k < (part ? int(n_left) : group_size); ++k) {
+            const __m256i i = dot_bytes(load_codes(w + k * sizeof(block) + 2), load_32(x.q[k]));
+            sum = vf_fma(vf_set(d.c[k]), _mm256_cvtepi32_ps(_mm256_add_epi32(i, load_32(x.offset[k]))), sum);
+        }
+        return sum;
+    }
+
+    template <int R>
+    struct row_scales {
+        const float * scale;
+        explicit row_scales(const float * s) : scale(s) {}
+        group_scales of_group(const uint8_t * const * w) const {
+            group_scales c;
+            group_scales_of<block, R, 0>(w, scale, c);
+            return c;
+        }
+    };
+
+    template <int R>
+    static void add(const uint8_t * const * w, int k, const group_scales & c, float * y) {
+        vf sum[4] = {vf_load(y), vf_load(y + 8), vf_load(y + 16), vf_load(y + 24)};
+        for (int r = 0; r < R; ++r) {
+            vf v[4];
+            convert_32(_mm256_sub_epi8(load_codes(w[r] + k * sizeof(block) + 2), _mm256_set1_epi8(8)), v);
+            const vf cr = vf_set(c.c[4 * r + k]);
+            for (int j = 0; j < 4; ++j) {
+                sum[j] = vf_fma(cr, v[j], sum[j]);
+            }
+        }
+        for (int j = 0; j < 4; ++j) {
+            vf_store(y + 8 * j, sum[j]);
+        }
+    }
+
+    static void unpack(const uint8_t * w, float * out) {
+        const vf d = vf_set(_cvtsh_ss(reinterpret_cast<const block *>(w)->d));
+        vf v[4];
+        convert_32(_mm256_sub_epi8(load_codes(w + 2), _mm256_set1_epi8(8)), v);
+        for (int j = 0; j < 4; ++j) {
+            vf_store(out + 8 * j, _mm256_mul_ps(d, v[j]));
+        }
+    }
+};
+
+struct blocks_q4_1 {
+    static constexpr int row_type = row_type_q4_1;
+    using block = block_q4_1;
+    static constexpr int group_blocks = group_size;
+    static constexpr size_t group_bytes = group_size * sizeof(block);
+
+    struct x_group : x_blocks {
+        float sum[group_size][8];  // d * sum of the lane's q
+    };
+
+    static void pack_block(x_group & g, int k, const float * x, block_scale s) {
+        _mm256_storeu_si256(reinterpret_cast<__m256i *>(g.q[k]), quantize_32(x, s.inverse));
+        g.d[k] = s.d;
+    }
+    static void pack_zero(x_group & g, int k) {
+        _mm256_storeu_si256(reinterpret_cast<__m256i *>(g.q[k]), _mm256_setzero_si256());
+        g.d[k] = 0.0f;
+    }
+    static void pack_sums(x_group & g) {
+        for (int k = 0; k < group_size; ++k) {
+            const __m256i sum = dot_bytes(_mm256_set1_epi8(1), load_32(g.q[k]));
+            vf_store(g.sum[k], _mm256_mul_ps(vf_set(g.d[k]), _mm256_cvtepi32_ps(sum)));
+        }
+    }
+
+    template <bool part>
+    static vf dot(const uint8_t * w, const x_group & x, vf sum, int64_t n_left) {
+        group_scales d, m;
+        load_scales<block, 0>(w, _mm_loadu_ps(x.d), d.c);
+        load_scales<block, 1>(w, _mm_set1_ps(1.0f), m.c);
+        for (int k = 0; k < (part ? int(n_left) : group_size); ++k) {
+            const __m256i i = dot_bytes(load_codes(w + k * sizeof(block) + 4), load_32(x.q[k]));
+            sum = vf_fma(vf_set(m.c[k]), vf_load(x.sum[k]), sum);
+            sum = vf_fma(vf_set(d.c[k]), _mm256_cvtepi32_ps(i), sum);
+        }
+        return sum;
+    }
+
+    struct scales_and_minima {
+        group_scales d;
+        group_scales m;
+    };
+
+    template <int R>
+    struct row_scales {
+        const float * scale;
+        explicit row_scales(const float * s) : scale(s) {}
+        scales_and_minima of_group(const uint8_t * const * w) const {
+            scales_and_minima c;
+            group_scales_of<block, R, 0>(w, scale, c.d);
+            group_scales_of<block, R, 1>(w, scale, c.m);
+            return c;
+        }
+    };
+
+    template <int R>
+    static void add(const uint8_t * const * w, int k, const scales_and_minima & c, float * y) {
+        vf sum[4] = {vf_load(y), vf_load(y + 8), vf_load(y + 16), vf_load(y + 24)};
+        for (int r = 0; r < R; ++r) {
+            vf v[4];
+            convert_32(load_codes(w[r] + k * sizeof(block) + 4), v);
+            const vf d = vf_set(c.d.c[4 * r + k]);
+            const vf m = vf_set(c.m.c[4 * r + k]);
+            for (int j = 0; j < 4; ++j) {
+                sum[j] = vf_add(sum[j], vf_fma(d, v[j], m));
+            }
+        }
+        for (int j = 0; j < 4; ++j) {
+            vf_store(y + 8 * j, sum[j]);
+        }
+    }
+
+    static void unpack(const uint8_t * w, float * out) {
+        const vf d = vf_set(_cvtsh_ss(reinterpret_cast<const block *>(w)->d));
+        const vf m = vf_set(_cvtsh_ss(reinterpret_cast<const block *>(w)->m));
+        vf v[4];
+        convert_32(load_codes(w + 4), v);
+        for (int j = 0; j < 4; ++j) {
+            vf_store(out + 8 * j, vf_fma(d, v[j], m));
+        }
+    }
+};
+
+struct blocks_q8_0 {
+    static constexpr int row_type = row_type_q8_0;
+    using block = block_q8_0;
+    static constexpr int group_blocks = group_size;
+    static constexpr size_t group_bytes = group_size * sizeof(block);
+
+    using x_group = x_blocks;
+
+    static void pack_block(x_group & g, int k, const float * x, block_scale s) {
+        _mm256_storeu_si256(reinterpret_cast<__m256i *>(g.q[k]), quantize_32(x, s.inverse));
+        g.d[k] = s.d;
+    }
+    static void pack_zero(x_group & g, int k) {
+        _mm256_storeu_si256(reinterpret_cast<__m256i *>(g.q[k]), _mm256_setzero_si256());
+        g.d[k] = 0.0f;
+    }
+    static void pack_sums(x_group &) {}
+
+    template <bool part>
+    static vf dot(const uint8_t * w, const x_group & x, vf sum, int64_t n_left) {
+        group_scales d;
+        load_scales<block, 0>(w, _mm_loadu_ps(x.d), d.c);
+        for (int k = 0; k < (part ? int(n_left) : group_size); ++k) {
+            // |w| * (x with the sign of w): 2 * 128 * 127 fits an int16.
+            const __m256i q = load_32(w + k * sizeof(block) + 2);
+            const __m256i i = dot_bytes(_mm256_sign_epi8(q, q), _mm256_sign_epi8(load_32(x.q[k]), q));
+            sum = vf_fma(vf_set(d.c[k]), _mm256_cvtepi32_ps(i), sum);
+        }
+        return sum;
+    }
+
+    template <int R>
+    struct row_scales {
+        const float * scale;
+        explicit row_scales(const float * s) : scale(s) {}
+        group_scales of_group(const uint8_t * const * w) const {
+            group_scales c;
+            group_scales_of<block, R, 0>(w, scale, c);
+            return c;
+        }
+    };
+
+    template <int R>
+    static void add(const uint8_t * const * w, int k, const group_scales & c, float * y) {
+        vf sum[4] = {vf_load(y), vf_load(y + 8), vf_load(y + 16), vf_load(y + 24)};
+        for (int r = 0; r < R; ++r) {
+            vf v[4];
+            convert_32(load_32(w[r] + k * sizeof(block) + 2), v);
+            const vf cr = vf_set(c.c[4 * r + k]);
+            for (int j = 0; j < 4; ++j) {
+                sum[j] = vf_fma(cr, v[j], sum[j]);
+            }
+        }
+        for (int j = 0; j < 4; ++j) {
+            vf_store(y + 8 * j, sum[j]);
+        }
+    }
+
+    static void unpack(const uint8_t * w, float * out) {
+        const vf d = vf_set(_cvtsh_ss(reinterpret_cast<const block *>(w)->d));
+        vf v[4];
+        convert_32(load_32(w + 2), v);
+        for (int j = 0; j < 4; ++j) {
+            vf_store(out + 8 * j, _mm256_mul_ps(d, v[j]));
+        }
+    }
+};
+
+#include "kernel-body.inl"
+
+constexpr row_kernels rows[] = {
+    kernels_values<values_f32>,  kernels_values<values_f16>,  kernels_values<values_bf16>,
+    kernels_blocks<blocks_q4_0>, kernels_blocks<blocks_q4_1>, kernels_blocks<blocks_q8_0>,
+};
+
 }  // namespace
-const kernel_table kernels_avx2 = {"avx2", never_supported, nullptr, 0, nullptr, nullptr, nullptr, nullptr};
+
+const kernel_table kernels_avx2 = {
+    "avx2", cpu_has_avx2, rows, sizeof(rows) / sizeof(rows[0]), matmul_nt, matmul_nn_add, add, silu,
+};
+
 }  // namespace powerinfer

@@ -1,0 +1,521 @@
+// Vector code shared by the wide sets, written over a few primitives that the including file defines before:
+//   vf, vf_n                   a vector of vf_n floats
+//   vf_zero, vf_set, vf_load, vf_store, vf_load_part, vf_store_part, vf_first, vf_add, vf_fma, vf_sum, vf_sum4,
+//   vf_div, vf_max, vf_min, vf_round, vf_scale2, vf_nonzero, vf_load_f16, vf_load_bf16
+//   matmul_n_x                 rows of x per register tile of matmul_nt
+// Included once per file, inside its anonymous namespace: nothing here has a name that the linker could share.
+
+const uint8_t * row_at(const void * rows, size_t stride_bytes, const int32_t * ids, int64_t i) {
+    return static_cast<const uint8_t *>(rows) + size_t(ids ? ids[i] : i) * stride_bytes;
+}
+
+// Scattered rows defeat the hardware prefetcher, so each pass over R rows fetches the lines of the next R rows.
+template <int R>
+struct next_rows {
+    const uint8_t * row[R];
+    size_t n_bytes;
+    size_t i_byte = 0;
+
+    next_rows(const void * rows, size_t stride_bytes, const int32_t * ids, int64_t i, int64_t n_ids, size_t row_bytes)
+        : n_bytes(i < n_ids ? row_bytes : 0) {
+        for (int r = 0; r < R; ++r) {
+            row[r] = row_at(rows, stride_bytes, ids, i + r < n_ids ? i + r : n_ids - 1);
+        }
+    }
+
+    // One line of each row: at most one call per 64 bytes of the rows that are computed.
+    void fetch_line() {
+        if (i_byte < n_bytes) {
+            for (int r = 0; r < R; ++r) {
+                __builtin_prefetch(row[r] + i_byte, 0, 3);
+            }
+            i_byte += 64;
+        }
+    }
+
+    void fetch_rest() {
+        while (i_byte < n_bytes) {
+            fetch_line();
+        }
+    }
+};
+
+// Runs pass<R>(i) over all ids, R rows at a time, the remainder in passes of fewer rows.
+template <int R, class Pass>
+void for_rows(int64_t i, int64_t n_ids, const Pass & pass) {
+    for (; i + R <= n_ids; i += R) {
+        pass.template run<R>(i);
+    }
+    if constexpr (R > 1) {
+        for_rows<R / 2>(i, n_ids, pass);
+    }
+}
+
+struct row_list {
+    int64_t n;
+    size_t row_bytes;
+    const void * rows;
+    size_t stride_bytes;
+    const int32_t * ids;
+    int64_t n_ids;
+
+    const uint8_t * at(int64_t i) const { return row_at(rows, stride_bytes, ids, i); }
+
+    template <int R>
+    next_rows<R> next(int64_t i) const {
+        return next_rows<R>(rows, stride_bytes, ids, i + R, n_ids, row_bytes);
+    }
+};
+
+// Rows of plain values: x stays f32, padded with zeros to whole pairs of vectors.
+
+struct values_f32 {
+    static constexpr int row_type = row_type_f32;
+    static constexpr size_t value_bytes = 4;
+    static vf load(const uint8_t * p) { return vf_load(reinterpret_cast<const float *>(p)); }
+};
+
+struct values_f16 {
+    static constexpr int row_type = row_type_f16;
+    static constexpr size_t value_bytes = 2;
+    static vf load(const uint8_t * p) { return vf_load_f16(p); }
+};
+
+struct values_bf16 {
+    static constexpr int row_type = row_type_bf16;
+    static constexpr size_t value_bytes = 2;
+    static vf load(const uint8_t * p) { return vf_load_bf16(p); }
+};
+
+size_t packed_x_bytes_values(int64_t n) {
+    return size_t((n + 2 * vf_n - 1) / (2 * vf_n) * (2 * vf_n)) * sizeof(float);
+}
+
+void pack_x_values(int64_t n, const float * x, void * packed) {
+    float * out = static_cast<float *>(packed);
+    int64_t j = 0;
+    for (; j + vf_n <= n; j += vf_n) {
+        vf_store(out + j, vf_load(x + j));
+    }
+    const int64_t n_packed = int64_t(packed_x_bytes_values(n) / sizeof(float));
+    for (; j < n_packed; j += vf_n) {
+        vf_store(out + j, vf_load_part(x + j, n - j));
+    }
+}
+
+template <class T>
+struct dot_values : row_list {
+    const float * x;
+    float * out;
+
+    template <int R>
+    void run(int64_t i) const {
+        const uint8_t * w[R];
+        vf sum0[R], sum1[R];
+        for (int r = 0; r < R; ++r) {
+            w[r] = at(i + r);
+            sum0[r] = sum1[r] = vf_zero();
+        }
+        next_rows<R> ahead = next<R>(i);
+        int64_t j = 0;
+        for (; j + 2 * vf_n <= n; j += 2 * vf_n) {
+            for (size_t b = 0; b < 2 * vf_n * T::value_bytes; b += 64) {
+                ahead.fetch_line();
+            }
+            const vf x0 = vf_load(x + j);
+            const vf x1 = vf_load(x + j + vf_n);
+            for (int r = 0; r < R; ++r) {
+                sum0[r] = vf_fma(T::load(w[r] + j * T::value_bytes), x0, sum0[r]);
+                sum1[r] = vf_fma(T::load(w[r] + (j + vf_n) * T::value_bytes), x1, sum1[r]);
+            }
+        }
+        ahead.fetch_rest();
+        if (j < n) {  // what lies behind the row may be NaN, so it is cut off, not multiplied by zero
+            const vf x0 = vf_load(x + j);
+            const vf x1 = vf_load(x + j + vf_n);
+            for (int r = 0; r < R; ++r) {
+                const vf w0 = vf_first(T::load(w[r] + j * T::value_bytes), n - j);
+                const vf w1 = vf_first(T::load(w[r] + (j + vf_n) * T::value_bytes), n - j - vf_n);
+                sum0[r] = vf_fma(w0, x0, sum0[r]);
+                sum1[r] = vf_fma(w1, x1, sum1[r]);
+            }
+        }
+        for (int r = 0; r < R; ++r) {
+            out[i + r] = vf_sum(vf_add(sum0[r], sum1[r]));
+        }
+    }
+};
+
+template <class T>
+void dot_rows_values(int64_t n, const void * rows, size_t stride_bytes, const int32_t * ids, int64_t n_ids,
+                     const void * packed_x, float * out) {
+    const float * x = static_cast<const float *>(packed_x);
+    for_rows<4>(0, n_ids, dot_values<T>{{n, n * T::value_bytes, rows, stride_bytes, ids, n_ids}, x, out});
+}
+
+template <class T>
+struct add_values : row_list {
+    const float * scale;
+    float * y;
+
+    template <int R>
+    void run(int64_t i) const {
+        const uint8_t * w[R];
+        vf s[R];
+        for (int r = 0; r < R; ++r) {
+            w[r] = at(i + r);
+            s[r] = vf_set(scale[i + r]);
+        }
+        next_rows<R> ahead = next<R>(i);
+        int64_t j = 0;
+        for (; j + 2 * vf_n <= n; j += 2 * vf_n) {
+            for (size_t b = 0; b < 2 * vf_n * T::value_bytes; b += 64) {
+                ahead.fetch_line();
+            }
+            vf y0 = vf_load(y + j);
+            vf y1 = vf_load(y + j + vf_n);
+            for (int r = 0; r < R; ++r) {
+                y0 = vf_fma(s[r], T::load(w[r] + j * T::value_bytes), y0);
+                y1 = vf_fma(s[r], T::load(w[r] + (j + vf_n) * T::value_bytes), y1);
+            }
+            vf_store(y + j, y0);
+            vf_store(y + j + vf_n, y1);
+        }
+        ahead.fetch_rest();
+        for (; j < n; j += vf_n) {
+            vf y0 = vf_load_part(y + j, n - j);
+            for (int r = 0; r < R; ++r) {
+                y0 = vf_fma(s[r], T::load(w[r] + j * T::value_bytes), y0);
+            }
+            vf_store_part(y + j, y0, n - j);
+        }
+    }
+};
+
+template <class T>
+void add_rows_values(int64_t n, const void * rows, size_t stride_bytes, const int32_t * ids, int64_t n_ids,
+                     const float * scale, float * y) {
+    for_rows<4>(0, n_ids, add_values<T>{{n, n * T::value_bytes, rows, stride_bytes, ids, n_ids}, scale, y});
+}
+
+template <class T>
+void unpack_row_values(int64_t n, const void * row, float * out) {
+    const uint8_t * w = static_cast<const uint8_t *>(row);
+    int64_t j = 0;
+    for (; j + vf_n <= n; j += vf_n) {
+        vf_store(out + j, T::load(w + j * T::value_bytes));
+    }
+    if (j < n) {
+        vf_store_part(out + j, T::load(w + j * T::value_bytes), n - j);
+    }
+}
+
+// Rows of blocks. B is the type's decoder: x_group, packed form of B::group_blocks blocks of x; dot and add of one group.
+
+template <class B>
+size_t packed_x_bytes_blocks(int64_t n) {
+    const int64_t n_blocks = n / block_values;
+    return size_t((n_blocks + B::group_blocks - 1) / B::group_blocks) * sizeof(typename B::x_group);
+}
+
+template <class B>
+void pack_x_blocks(int64_t n, const float * x, void * packed) {
+    typename B::x_group * group = static_cast<typename B::x_group *>(packed);
+    for (int64_t n_left = n / block_values; n_left > 0; n_left -= B::group_blocks, ++group) {
+        for (int k = 0; k < B::group_blocks; ++k, x += block_values) {
+            if (k < n_left) {
+                const block_scale s = block_scale_of(x);
+                B::pack_block(*group, k, x, s);
+            } else {
+                B::pack_zero(*group, k);
+            }
+        }
+        B::pack_sums(*group);
+    }
+}
+
+template <class B>
+struct dot_blocks : row_list {
+    const typename B::x_group * x;
+    float * out;
+
+    template <int R>
+    void run(int64_t i) const {
+        const uint8_t * w[R];
+        vf sum[R];
+        for (int r = 0; r < R; ++r) {
+            w[r] = at(i + r);
+            sum[r] = vf_zero();
+        }
+        next_rows<R> ahead = next<R>(i);
+        const typename B::x_group * group = x;
+        int64_t n_left = n / block_values;
+        for (; n_left >= B::group_blocks; n_left -= B::group_blocks, ++group) {
+            for (size_t b = 0; b + 64 <= B::group_bytes; b += 64) {
+                ahead.fetch_line();
+            }
+            for (int r = 0; r < R; ++r) {
+                sum[r] = B::template dot<false>(w[r], *group, sum[r], B::group_blocks);
+                w[r] += B::group_bytes;
+            }
+        }
+        ahead.fetch_rest();
+        if (n_left > 0) {
+            for (int r = 0; r < R; ++r) {
+                sum[r] = B::template dot<true>(w[r], *group, sum[r], n_left);
+            }
+        }
+        for (int r = 0; r < R; ++r) {
+            out[i + r] = vf_sum(sum[r]);
+        }
+    }
+};
+
+template <class B>
+void dot_rows_blocks(int64_t n, const void * rows, size_t stride_bytes, const int32_t * ids, int64_t n_ids,
+                     const void * packed_x, float * out) {
+    const size_t row_bytes = size_t(n / block_values) * sizeof(typename B::block);
+    const auto * x = static_cast<const typename B::x_group *>(packed_x);
+    for_rows<4>(0, n_ids, dot_blocks<B>{{n, row_bytes, rows, stride_bytes, ids, n_ids}, x, out});
+}
+
+template <class B>
+struct add_blocks : row_list {
+    const float * scale;
+    float * y;
+
+    template <int R>
+    void run(int64_t i) const {
+        const uint8_t * w[R];
+        for (int r = 0; r < R; ++r) {
+            w[r] = at(i + r);
+        }
+        next_rows<R> ahead = next<R>(i);
+        const typename B::template row_scales<R> scales(scale + i);
+        float * y_group = y;
+        for (int64_t n_left = n / block_values; n_left > 0; n_left -= B::group_blocks) {
+            for (size_t b = 0; b + 64 <= B::group_bytes; b += 64) {
+                ahead.fetch_line();
+            }
+            const auto c = scales.of_group(w);
+            for (int k = 0; k < (n_left < B::group_blocks ? n_left : B::group_blocks); ++k, y_group += block_values) {
+                B::template add<R>(w, k, c, y_group);
+            }
+            for (int r = 0; r < R; ++r) {
+                w[r] += B::group_bytes;
+            }
+        }
+        ahead.fetch_rest();
+    }
+};
+
+template <class B>
+void add_rows_blocks(int64_t n, const void * rows, size_t stride_bytes, const int32_t * ids, int64_t n_ids,
+                     const float * scale, float * y) {
+    const size_t row_bytes = size_t(n / block_values) * sizeof(typename B::block);
+    for_rows<4>(0, n_ids, add_blocks<B>{{n, row_bytes, rows, stride_bytes, ids, n_ids}, scale, y});
+}
+
+template <class B>
+void unpack_row_blocks(int64_t n, const void * row, float * out) {
+    const uint8_t * w = static_cast<const uint8_t *>(row);
+    for (int64_t j = 0; j < n / block_values; ++j, w += sizeof(typename B::block), out += block_values) {
+        B::unpack(w, out);
+    }
+}
+
+// matmul_nt: tiles of 4 rows of w and X rows of x in registers, over slices of n that stay in the first-level cache.
+
+constexpr int64_t matmul_slice = 1024;  // values; 4 + 6 rows of it are 40 KiB
+
+template <int X>
+void matmul_nt_tile(int64_t n, const float * const * w, const float * x, int64_t ld_x, bool first, int n_w, float * out,
+                    int64_t ld_out) {
+    vf sum[X][4];
+    for (int t = 0; t < X; ++t) {
+        for (int k = 0; k < 4; ++k) {
+            sum[t][k] = vf_zero();
+        }
+    }
+    int64_t j = 0;
+    for (; j + vf_n <= n; j += vf_n) {
+        vf wk[4];
+        for (int k = 0; k < 4; ++k) {
+            wk[k] = vf_load(w[k] + j);
+        }
+        for (int t = 0; t < X; ++t) {
+            const vf xt = vf_load(x + t * ld_x + j);
+            for (int k = 0; k < 4; ++k) {
+                sum[t][k] = vf_fma(wk[k], xt, sum[t][k]);
+            }
+        }
+    }
+    if (j < n) {
+        for (int t = 0; t < X; ++t) {
+            const vf xt = vf_load_part(x + t * ld_x + j, n - j);
+            for (int k = 0; k < 4; ++k) {
+                sum[t][k] = vf_fma(vf_load_part(w[k] + j, n - j), xt, sum[t][k]);
+            }
+        }
+    }
+    for (int t = 0; t < X; ++t) {
+        float total[4];
+        vf_sum4(sum[t][0], sum[t][1], sum[t][2], sum[t][3], total);
+        for (int k = 0; k < n_w; ++k) {
+            out[t * ld_out + k] = first ? total[k] : out[t * ld_out + k] + total[k];
+        }
+    }
+}
+
+// X rows of x against all rows of w, one slice of n; fewer rows of x at the end.
+template <int X>
+void matmul_nt_slice(int64_t n_x, int64_t n_w, int64_t n, const float * x, int64_t ld_x, const float * w, int64_t ld_w,
+                     bool first, float * out, int64_t ld_out) {
+    int64_t t = 0;
+    for (; t + X <= n_x; t += X) {
+        for (int64_t i = 0; i < n_w; i += 4) {
+            const float * rows[4];
+            for (int k = 0; k < 4; ++k) {
+                rows[k] = w + (i + k < n_w ? i + k : n_w - 1) * ld_w;
+            }
+            matmul_nt_tile<X>(n, rows, x + t * ld_x, ld_x, first, int(n_w - i < 4 ? n_w - i : 4), out + t * ld_out + i, ld_out);
+        }
+    }
+    if constexpr (X > 1) {
+        if (t < n_x) {
+            matmul_nt_slice<X - 1>(n_x - t, n_w, n, x + t * ld_x, ld_x, w, ld_w, first, out + t * ld_out, ld_out);
+        }
+    }
+}
+
+void matmul_nt(int64_t n_x, int64_t n_w, int64_t n, const float * x, int64_t ld_x, const float * w, int64_t ld_w,
+               float * out, int64_t ld_out) {
+    for (int64_t j = 0; j < n; j += matmul_slice) {
+        const int64_t n_slice = n - j < matmul_slice ? n - j : matmul_slice;
+        matmul_nt_slice<matmul_n_x>(n_x, n_w, n_slice, x + j, ld_x, w + j, ld_w, j == 0, out, ld_out);
+    }
+}
+
+// matmul_nn_add: V vectors of y in registers; per token the bits of its non-zero coefficients are walked,
+// so a token costs what it uses and never depends on another token.
+
+constexpr int64_t matmul_rows = 64;  // rows of w per pass: one bit each
+constexpr int matmul_v = 8;          // vectors of y per pass
+
+uint64_t nonzero_bits(int64_t n, const float * a) {
+    uint64_t bits = 0;
+    for (int64_t i = 0; i < n; i += vf_n) {
+        bits |= uint64_t(vf_nonzero(n - i < vf_n ? vf_load_part(a + i, n - i) : vf_load(a + i))) << i;
+    }
+    return bits;
+}
+
+template <int V>
+void matmul_nn_add_tile(uint64_t bits, const float * a, const float * w, int64_t ld_w, float * y) {
+    vf sum[V];
+    for (int v = 0; v < V; ++v) {
+        sum[v] = vf_load(y + v * vf_n);
+    }
+    for (; bits; bits &= bits - 1) {
+        const int i = __builtin_ctzll(bits);
+        const vf ai = vf_set(a[i]);
+        for (int v = 0; v < V; ++v) {
+            sum[v] = vf_fma(ai, vf_load(w + i * ld_w + v * vf_n), sum[v]);
+        }
+    }
+    for (int v = 0; v < V; ++v) {
+        vf_store(y + v * vf_n, sum[v]);
+    }
+}
+
+void matmul_nn_add(int64_t n_x, int64_t n_w, int64_t n, const float * a, int64_t ld_a, const float * w, int64_t ld_w,
+                   float * y, int64_t ld_y) {
+    for (int64_t i = 0; i < n_w; i += matmul_rows) {
+        const int64_t n_rows = n_w - i < matmul_rows ? n_w - i : matmul_rows;
+        int64_t j = 0;
+        for (; j + matmul_v * vf_n <= n; j += matmul_v * vf_n) {
+            // A copy of the tile: rows a power of two apart would share a few sets of the first-level cache.
+            alignas(64) float tile[matmul_rows * matmul_v * vf_n];
+            for (int64_t k = 0; k < n_rows; ++k) {
+                for (int v = 0; v < matmul_v; ++v) {
+                    vf_store(tile + (k * matmul_v + v) * vf_n, vf_load(w + (i + k) * ld_w + j + v * vf_n));
+                }
+            }
+            for (int64_t t = 0; t < n_x; ++t) {
+                const float * at = a + t * ld_a + i;
+                const uint64_t bits = nonzero_bits(n_rows, at);
+                if (bits) {
+                    matmul_nn_add_tile<matmul_v>(bits, at, tile, matmul_v * vf_n, y + t * ld_y + j);
+                }
+            }
+        }
+        for (int64_t t = 0; t < n_x && j < n; ++t) {
+            const float * at = a + t * ld_a + i;
+            const uint64_t bits = nonzero_bits(n_rows, at);
+            int64_t k = j;
+            for (; k + vf_n <= n; k += vf_n) {
+                matmul_nn_add_tile<1>(bits, at, w + i * ld_w + k, ld_w, y + t * ld_y + k);
+            }
+            if (k < n) {
+                vf sum = vf_load_part(y + t * ld_y + k, n - k);
+                for (uint64_t left = bits; left; left &= left - 1) {
+                    const int r = __builtin_ctzll(left);
+                    sum = vf_fma(vf_set(at[r]), vf_load_part(w + (i + r) * ld_w + k, n - k), sum);
+                }
+                vf_store_part(y + t * ld_y + k, sum, n - k);
+            }
+        }
+    }
+}
+
+void add(int64_t n, const float * x, float * y) {
+    int64_t j = 0;
+    for (; j + vf_n <= n; j += vf_n) {
+        vf_store(y + j, vf_add(vf_load(y + j), vf_load(x + j)));
+    }
+    if (j < n) {
+        vf_store_part(y + j, vf_add(vf_load_part(y + j, n - j), vf_load_part(x + j, n - j)), n - j);
+    }
+}
+
+// exp(x) for x in [-104, 104], infinite or zero past the float range; relative error below 2e-7 inside it.
+vf vf_exp(vf x) {
+    const vf n = vf_round(vf_fma(x, vf_set(1.44269504f), vf_zero()));
+    // ln 2 in two parts: n times the first is exact.
+    const vf r = vf_fma(n, vf_set(1.42860677e-6f), vf_fma(n, vf_set(-0.693148613f), x));
+    // Taylor series of degree 7 on |r| <= ln 2 / 2: the first term left out is below 6e-9.
+    vf p = vf_set(1.0f / 5040);
+    p = vf_fma(p, r, vf_set(1.0f / 720));
+    p = vf_fma(p, r, vf_set(1.0f / 120));
+    p = vf_fma(p, r, vf_set(1.0f / 24));
+    p = vf_fma(p, r, vf_set(1.0f / 6));
+    p = vf_fma(p, r, vf_set(0.5f));
+    p = vf_fma(p, r, vf_set(1.0f));
+    p = vf_fma(p, r, vf_set(1.0f));
+    return vf_scale2(p, n);
+}
+
+// vf_max and vf_min return their second argument when either is NaN, so NaN passes the clamps.
+vf vf_silu(vf v) {
+    const vf x = vf_max(vf_set(-104.0f), v);
+    const vf e = vf_exp(vf_min(vf_set(104.0f), vf_max(vf_set(-104.0f), vf_fma(x, vf_set(-1.0f), vf_zero()))));
+    return vf_div(x, vf_add(vf_set(1.0f), e));
+}
+
+void silu(int64_t n, float * v) {
+    int64_t j = 0;
+    for (; j + vf_n <= n; j += vf_n) {
+        vf_store(v + j, vf_silu(vf_load(v + j)));
+    }
+    if (j < n) {
+        vf_store_part(v + j, vf_silu(vf_load_part(v + j, n - j)), n - j);
+    }
+}
+
+template <class T>
+constexpr row_kernels kernels_values = {T::row_type,        packed_x_bytes_values, pack_x_values,
+                                        dot_rows_values<T>, add_rows_values<T>,    unpack_row_values<T>};
+
+template <class B>
+constexpr row_kernels kernels_blocks = {B::row_type,        packed_x_bytes_blocks<B>, pack_x_blocks<B>,
+                                        dot_rows_blocks<B>, add_rows_blocks<B>,       unpack_row_blocks<B>};
