@@ -282,7 +282,7 @@ status arguments_parse(int argc, char ** argv, arguments & out) {
         std::string value;
         if (!flag->value.empty()) {
             if (i + 1 == argc) {
-                return status::error(name + ": found no value; expected " + flag->value + " after it; see --help");
+                return status::error(name + ": found no value; expected one after it (" + flag->value + "); see --help");
             }
             value = argv[++i];
         }

@@ -206,8 +206,10 @@ status open_plan(session & s) {
     const std::string plan_path = is_extended ? args.model_path : !args.plan_path.empty() ? args.plan_path : sidecar;
     if (plan_path.empty()) {
         if (args.sparsity == GGML_POWERINFER_DENSE) return {};
-        return fallback(s, args.model_path + ": found no plan (sidecar *.powerinfer.gguf beside it); llama.cpp computes every neuron; "
-                           "make a plan with 'powerinfer profile'");
+        const bool has_suffix = args.model_path.size() > 5 && args.model_path.compare(args.model_path.size() - 5, 5, ".gguf") == 0;
+        const std::string stem = args.model_path.substr(0, args.model_path.size() - (has_suffix ? 5 : 0));
+        return fallback(s, args.model_path + ": it has no plan, so llama.cpp computes every neuron; make one with: powerinfer profile " +
+                           args.model_path + " --text FILE -o " + stem + ".powerinfer.gguf");
     }
     ggml_backend_powerinfer_options options = ggml_backend_powerinfer_default_options();
     options.sparsity = args.sparsity;
@@ -396,7 +398,8 @@ status evaluate(session & s) {
     while (!s.pending.empty() && !is_interrupted()) {
         const size_t n = std::min(n_batch, s.pending.size());
         const int32_t result = llama_decode(s.context.get(), llama_batch_get_one(s.pending.data(), int32_t(n)));
-        if (result == 2) {  // broken off
+        if (result == 2) {  // broken off, which llama.cpp's log calls an error
+            s.log.error.clear();
             const std::vector<llama_token> past = s.past;
             forget(s, past.size());
             s.pending.insert(s.pending.begin(), past.begin() + long(s.past.size()), past.end());
@@ -428,14 +431,15 @@ void take_stats(session & s, ggml_backend_powerinfer_stats & total) {
     total.n_overlaps += now.n_overlaps;
 }
 
-// Reads the prompt's tokens, which must fit.
-status read_prompt(session & s, const std::vector<llama_token> & tokens) {
+// Reads the prompt's tokens, which must fit; `echo` is printed once that is known.
+status read_prompt(session & s, const std::vector<llama_token> & tokens, const std::string & echo) {
     s.pending.insert(s.pending.end(), tokens.begin(), tokens.end());
     const size_t n_tokens = s.past.size() + s.pending.size();
     if (n_tokens > size_t(s.n_ctx)) {
         return status::error("prompt: found " + std::to_string(n_tokens) + " tokens; expected at most " + std::to_string(s.n_ctx) +
                              ", the context; shorten it or give a larger -c");
     }
+    if (status t = s.out.write(echo); !t.ok()) return t;
     for (llama_token token : tokens) llama_sampler_accept(s.sampler.get(), token);
     status result = evaluate(s);
     take_stats(s, s.prompt_stats);
@@ -500,12 +504,11 @@ status run_text(session & s) {
     line_reader lines;
     std::string line = s.args.prompt;
     if (s.args.interactive && line.empty() && !lines.read(line)) return {};
-    if (s.args.display_prompt && !s.args.prompt.empty()) {
-        if (status t = s.out.write(s.args.prompt); !t.ok()) return t;
-    }
+    std::string echo = s.args.display_prompt ? s.args.prompt : "";
     if (status t = first_tokens(s, line, tokens); !t.ok()) return t;
     while (true) {
-        if (status t = read_prompt(s, tokens); !t.ok()) return t;
+        if (status t = read_prompt(s, tokens, echo); !t.ok()) return t;
+        echo.clear();
         if (status t = generate(s, text, reason); !t.ok()) return t;
         if (!s.args.interactive || reason == stop_reason::context_full) return {};
         n_interrupts = 0;
@@ -545,9 +548,7 @@ status run_conversation(session & s) {
     if (!s.args.system_prompt.empty()) messages.emplace_back("system", s.args.system_prompt);
     line_reader lines;
     std::string line = s.args.prompt;
-    if (!line.empty() && s.args.display_prompt) {
-        if (status t = s.out.write("> " + line + "\n"); !t.ok()) return t;
-    }
+    std::string echo = !line.empty() && s.args.display_prompt ? "> " + line + "\n" : "";
     while (true) {
         while (line.empty()) {
             if (!lines.read(line)) return {};
@@ -570,7 +571,8 @@ status run_conversation(session & s) {
 
         std::string answer;
         stop_reason reason;
-        if (status t = read_prompt(s, tokens); !t.ok()) return t;
+        if (status t = read_prompt(s, tokens, echo); !t.ok()) return t;
+        echo.clear();
         if (status t = generate(s, answer, reason); !t.ok()) return t;
         if (reason == stop_reason::context_full) return {};
         messages.emplace_back("assistant", answer);
@@ -666,7 +668,10 @@ int run(int argc, char ** argv) {
     if (result.ok()) {
         llama_backend_init();
         result = load(s);
-        if (is_interrupted()) return 130;
+        if (is_interrupted()) {
+            note("interrupted while loading", false);
+            return 130;
+        }
     }
     if (result.ok()) {
         note_upstream_error(s.log);
