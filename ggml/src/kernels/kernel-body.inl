@@ -293,12 +293,13 @@ struct add_blocks : row_list {
         next_rows<R> ahead = next<R>(i);
         const typename B::template row_scales<R> scales(scale + i);
         float * y_group = y;
-        for (int64_t n_left = n / block_values; n_left > 0; n_left -= B::group_blocks) {
+        int64_t n_left = n / block_values;
+        for (; n_left >= B::group_blocks; n_left -= B::group_blocks) {
             for (size_t b = 0; b + 64 <= B::group_bytes; b += 64) {
                 ahead.fetch_line();
             }
             const auto c = scales.of_group(w);
-            for (int k = 0; k < (n_left < B::group_blocks ? n_left : B::group_blocks); ++k, y_group += block_values) {
+            for (int k = 0; k < B::group_blocks; ++k, y_group += block_values) {
                 B::template add<R>(w, k, c, y_group);
             }
             for (int r = 0; r < R; ++r) {
@@ -306,6 +307,12 @@ struct add_blocks : row_list {
             }
         }
         ahead.fetch_rest();
+        if (n_left > 0) {
+            const auto c = scales.of_group(w);
+            for (int k = 0; k < n_left; ++k, y_group += block_values) {
+                B::template add<R>(w, k, c, y_group);
+            }
+        }
     }
 };
 
