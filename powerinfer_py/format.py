@@ -10,6 +10,7 @@ import argparse
 import hashlib
 import os
 import re
+import struct
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -462,6 +463,30 @@ class BaseModel:
                 return f"{tensor.name} has shape {list(tensor.ne)}; expected {list(ne)}"
         return ""
 
+    def pieces(self) -> list[np.ndarray]:
+        """The whole model as one stock GGUF; a split model is merged.
+
+        Returns:
+            Runs of bytes, (n,) uint8 each, mapped where they are weights; one after the other they are the GGUF.
+        """
+        first = self.files[0]
+        if len(self.files) == 1:
+            return [first.whole()]
+        alignment = first.alignment
+        entries = [first.entry(key) for key in first.values if not key.startswith("split.")]
+        header = bytearray(b"GGUF" + struct.pack("<IQQ", 3, len(self.tensors), len(entries)) + b"".join(entries))
+        offset, data = 0, []
+        for name in self.tensors:
+            tensor = self.tensor(name)
+            raw_name = name.encode()
+            header += struct.pack("<Q", len(raw_name)) + raw_name + struct.pack("<I", len(tensor.ne))
+            header += struct.pack(f"<{len(tensor.ne)}QIQ", *tensor.ne, tensor.type, offset)
+            padding = np.zeros(-tensor.n_bytes % alignment, np.uint8)
+            data += [self.raw(name), padding]
+            offset += tensor.n_bytes + len(padding)
+        header += bytes(-len(header) % alignment)
+        return [np.frombuffer(header, np.uint8), *data]
+
     def _size_key(self, name: str, most: int) -> int:
         key = f"{self.architecture}.{name}"
         value = self.files[0].get_int(key)
@@ -577,6 +602,26 @@ def check_base(plan: Plan, model: BaseModel) -> None:
     Raises:
         PlanError: another architecture, shape or weights; the text names the layer.
     """
+    check_shapes(plan, model)
+    where = plan.path or "plan"
+    for i, layer in enumerate(plan.layers):
+        if layer.n_ff and (digest := model.digest(i)) != layer.digest:
+            raise PlanError(
+                f"{where}: layer {i}'s FFN has digest {digest[:12]}... in the base model {model.where}; the plan was made for "
+                f"{layer.digest[:12]}...; {_USE_BASE}"
+            )
+
+
+def check_shapes(plan: Plan, model: BaseModel) -> None:
+    """Checks that a plan's architecture and shapes are the base model's; the weights may be others.
+
+    Args:
+        plan: the plan.
+        model: the base model.
+
+    Raises:
+        PlanError: naming what differs, and the layer.
+    """
     where = plan.path or "plan"
     if model.architecture != plan.base_architecture:
         raise PlanError(
@@ -588,26 +633,6 @@ def check_base(plan: Plan, model: BaseModel) -> None:
             f"{where}: the base model {model.where} has {model.n_layer} layers of width {model.n_embd}; the plan was made for "
             f"{plan.n_layer} of width {plan.n_embd}; {_USE_BASE}"
         )
-    check_shapes(plan, model)
-    for i, layer in enumerate(plan.layers):
-        if layer.n_ff and (digest := model.digest(i)) != layer.digest:
-            raise PlanError(
-                f"{where}: layer {i}'s FFN has digest {digest[:12]}... in the base model {model.where}; the plan was made for "
-                f"{layer.digest[:12]}...; {_USE_BASE}"
-            )
-
-
-def check_shapes(plan: Plan, model: BaseModel) -> None:
-    """Checks that a plan's covered layers have the base model's shapes.
-
-    Args:
-        plan: the plan.
-        model: the base model, as wide and deep as the plan.
-
-    Raises:
-        PlanError: naming the layer and both shapes.
-    """
-    where = plan.path or "plan"
     for i, layer in enumerate(plan.layers):
         if not layer.n_ff:
             continue
@@ -953,7 +978,7 @@ def write_plan(
     Args:
         plan: what to write.
         path: the file.
-        base_embedded: a whole stock GGUF to carry inside (not a split one); None: a sidecar.
+        base_embedded: a stock GGUF to carry inside, merged when it is a split one; None: a sidecar.
         progress: called while tensors are copied, with bytes written and bytes in all.
 
     Returns:
@@ -964,14 +989,14 @@ def write_plan(
     """
     with atomic_path(path) as temporary:
         try:
-            _write(plan, temporary, None if base_embedded is None else Path(base_embedded), progress)
+            _write(plan, temporary, None if base_embedded is None else BaseModel(base_embedded), progress)
             read_plan(temporary)
         except FormatError as error:
             raise FormatError(str(error).replace(str(temporary), str(path), 1)) from None
     return Path(path)
 
 
-def _write(plan: Plan, path: Path, base: Path | None, progress: Progress | None) -> None:
+def _write(plan: Plan, path: Path, base: BaseModel | None, progress: Progress | None) -> None:
     writer = GGUFWriter(path, ARCHITECTURE)
     writer.add_custom_alignment(ALIGNMENT)
     for name, kind, value in _plan_values(plan):
@@ -979,15 +1004,15 @@ def _write(plan: Plan, path: Path, base: Path | None, progress: Progress | None)
             writer.add_key_value(KEYS[name], value, GGUFValueType.ARRAY, sub_type=kind)
         else:
             writer.add_key_value(KEYS[name], value, kind)
-    sources: list[np.ndarray] = []
+    sources: list[list[np.ndarray]] = []  # of each tensor, the runs of bytes
     for name, array, row_type in _plan_arrays(plan):
         array = np.ascontiguousarray(array)
         writer.add_tensor_info(name, array.shape, array.dtype, array.nbytes, raw_dtype=row_type)
-        sources.append(array.reshape(-1).view(np.uint8))
+        sources.append([array.reshape(-1).view(np.uint8)])
     if base is not None:
-        whole = GgufFile(base).whole()
-        writer.add_tensor_info(TENSORS["base"], (len(whole),), np.dtype(np.int8), len(whole))
-        sources.append(whole)
+        sources.append(base.pieces())
+        n_bytes = sum(len(piece) for piece in sources[-1])
+        writer.add_tensor_info(TENSORS["base"], (n_bytes,), np.dtype(np.int8), n_bytes)
     try:
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -1045,18 +1070,32 @@ def _plan_arrays(plan: Plan) -> Iterator[tuple[str, np.ndarray, GGMLQuantization
                 yield TENSORS[name] % i, rows.data, rows.row_type
 
 
-def _write_data(out: IO[bytes], sources: Sequence[np.ndarray], progress: Progress | None) -> None:
+def _write_data(out: IO[bytes], sources: Sequence[Sequence[np.ndarray]], progress: Progress | None) -> None:
     """Writes tensor data in chunks, each tensor from a multiple of ALIGNMENT on."""
-    n_bytes = sum(len(source) for source in sources)
+    n_bytes = sum(len(run) for runs in sources for run in runs)
     n_written = 0
-    for source in sources:
+    for runs in sources:
         out.write(b"\0" * (-out.tell() % ALIGNMENT))
-        for at in range(0, len(source), _COPY_CHUNK_BYTES):
-            chunk = source[at : at + _COPY_CHUNK_BYTES]
-            out.write(chunk)
-            n_written += len(chunk)
-            if progress is not None:
-                progress(n_written, n_bytes)
+        for run in runs:
+            n_written += copy_bytes(out, run, lambda n, before=n_written: progress and progress(before + n, n_bytes))
+
+
+def copy_bytes(out: IO[bytes], data: np.ndarray, progress: Callable[[int], object]) -> int:
+    """Writes bytes in chunks, so that a mapped file needs no memory of its size.
+
+    Args:
+        out: where to.
+        data: (n,) uint8.
+        progress: called after each chunk with the bytes written so far.
+
+    Returns:
+        n.
+    """
+    for at in range(0, len(data), _COPY_CHUNK_BYTES):
+        chunk = data[at : at + _COPY_CHUNK_BYTES]
+        out.write(chunk)
+        progress(at + len(chunk))
+    return len(data)
 
 
 # ---- Generated header ----------------------------------------------------------------------------------------------

@@ -68,12 +68,17 @@ def row_type_name(row_type: GGMLQuantizationType) -> str:
 
 @dataclass(frozen=True)
 class GgufValue:
-    """A key's value, not yet decoded: `type` as GGUF names it, `n` elements from byte `offset` on."""
+    """A key's value, not yet decoded: `type` as GGUF names it, `n` elements from byte `offset` on.
+
+    The entry with its name lies from byte `begin` to byte `end`.
+    """
 
     type: str
     is_array: bool
     n: int
     offset: int
+    begin: int
+    end: int
 
 
 @dataclass(frozen=True)
@@ -129,6 +134,11 @@ class GgufFile:
         self.tensors: dict[str, GgufTensor] = {}
         self._parse()
 
+    @property
+    def alignment(self) -> int:
+        """Every tensor starts at a multiple of it, in bytes."""
+        return self.get("general.alignment", DEFAULT_ALIGNMENT)
+
     def get(self, key: str, default: Any = None) -> Any:
         """The decoded value of a key.
 
@@ -171,6 +181,10 @@ class GgufFile:
     def raw_value(self, key: str) -> int:
         """The first byte of a key's value, as it lies in the file."""
         return self._buffer[self.values[key].offset]
+
+    def entry(self, key: str) -> bytes:
+        """A key's name, type and value, as they lie in the file."""
+        return self._bytes[self.values[key].begin : self.values[key].end].tobytes()
 
     def whole(self) -> np.ndarray:
         """(size,) uint8: all bytes of the GGUF, a view of the mapped file."""
@@ -269,6 +283,7 @@ class GgufFile:
             raise self._error(f"the name {_shown(raw)} isn't UTF-8 text; {COPY_AGAIN}") from None
 
     def _parse_key(self, at: int) -> int:
+        begin = at
         key, at = self._name(at)
         (number,) = struct.unpack_from("<I", self._buffer, at)
         at += 4
@@ -292,7 +307,7 @@ class GgufFile:
         if key in self.values:
             raise self._error(f"key {_shown(key)} is there twice; expected once; {COPY_AGAIN}")
         type_name = "str" if number == _STRING else _VALUE_TYPES[number][0]
-        self.values[key] = GgufValue(type_name, is_array, n, start)
+        self.values[key] = GgufValue(type_name, is_array, n, start, begin, at)
         return at
 
     def _parse_tensor(self, at: int) -> int:
@@ -334,7 +349,7 @@ class GgufFile:
         value = self.values.get("general.alignment")
         if value is not None and (value.is_array or value.type != "u32"):
             raise self._error(f"general.alignment isn't a u32; {COPY_AGAIN}")
-        alignment = self.get("general.alignment", DEFAULT_ALIGNMENT)
+        alignment = self.alignment
         if alignment == 0 or alignment & (alignment - 1):
             raise self._error(f"general.alignment is {alignment}; expected a power of two; {COPY_AGAIN}")
         data_at = -(-header_end // alignment) * alignment
