@@ -201,3 +201,7 @@ def _generate(llama: Any, args: argparse.Namespace) -> Any:
     except ValueError as error:
         # Upstream's word for a prompt that doesn't fit.
         raise OptionError(f"prompt: {error}; expected one that fits; pass a shorter prompt or a larger -c.") from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())
