@@ -288,7 +288,7 @@ void opened_plan::note(const std::string & text) {
             return;
         }
     }
-    if (options.note != nullptr) {
+    if (is_open && options.note != nullptr) {
         options.note(text.c_str(), options.note_user_data);
     } else {
         std::fprintf(stderr, "powerinfer: %s\n", text.c_str());
@@ -702,7 +702,11 @@ ggml_backend_powerinfer_plan_t ggml_backend_powerinfer_plan_open_bare(
 
 void ggml_backend_powerinfer_plan_free(ggml_backend_powerinfer_plan_t handle) {
     if (handle != nullptr) {
-        unwrap(handle)->release();
+        // Buffers may outlive the handle; the caller's callbacks may not.
+        opened_plan * self = unwrap(handle);
+        self->is_open = false;
+        ggml_backend_powerinfer_plan_set_capture(handle, nullptr, nullptr);
+        self->release();
     }
 }
 

@@ -53,6 +53,7 @@ public:
     ggml_backend_powerinfer_capture_t capture = nullptr;
     void * capture_user_data = nullptr;
     std::atomic<bool> has_error{false};
+    std::atomic<bool> is_open{true};  // the public handle is alive: its note callback may be called
     std::atomic<int> n_down_loras{0};  // LoRA matrices of down projections in live buffers: blocks then run op by op
 
     void note(const std::string & text);       // once per text
