@@ -1056,6 +1056,10 @@ status guarded(const std::string & where, Body body) {
 
 }  // namespace
 
+namespace {
+constexpr size_t tail_bytes = 4096;
+}
+
 status mapped_file::open(const std::string & path, std::shared_ptr<mapped_file> & out) {
     // O_NONBLOCK: a pipe is refused below instead of waited for
     const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
@@ -1070,7 +1074,14 @@ status mapped_file::open(const std::string & path, std::shared_ptr<mapped_file> 
     std::shared_ptr<mapped_file> file(new mapped_file());
     file->size_bytes_ = size_t(info.st_size);
     if (file->size_bytes_ > 0) {
-        void * data = mmap(nullptr, file->size_bytes_, PROT_READ, MAP_SHARED, fd, 0);
+        // Kernels may read row_tail_bytes past a row: a page of zeros follows the file.
+        void * data = mmap(nullptr, file->size_bytes_ + tail_bytes, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (data != MAP_FAILED && mmap(data, file->size_bytes_, PROT_READ, MAP_SHARED | MAP_FIXED, fd, 0) == MAP_FAILED) {
+            const int code = errno;
+            munmap(data, file->size_bytes_ + tail_bytes);
+            errno = code;
+            data = MAP_FAILED;
+        }
         if (data == MAP_FAILED) {
             const int code = errno;
             ::close(fd);
@@ -1086,7 +1097,7 @@ status mapped_file::open(const std::string & path, std::shared_ptr<mapped_file> 
 
 mapped_file::~mapped_file() {
     if (data_) {
-        munmap(const_cast<uint8_t *>(data_), size_bytes_);
+        munmap(const_cast<uint8_t *>(data_), size_bytes_ + tail_bytes);
     }
 }
 
