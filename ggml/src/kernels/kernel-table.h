@@ -16,7 +16,8 @@ struct row_kernels {
     // Bytes that `pack_x` writes for n values.
     size_t (*packed_x_bytes)(int64_t n);
 
-    // x: (n) f32 -> packed: the form that dot_rows reads (f32 copy, or blocks of 32 int8 with scale and sum).
+    // x: (n) f32 -> packed: the form that this set's dot_rows reads (f32 copy, or blocks of 32 int8 with scale and sum).
+    // packed is aligned as a float; 64 bytes are faster.
     void (*pack_x)(int64_t n, const float * x, void * packed);
 
     // out[i] = dot(row ids[i], x), i < n_ids. ids == nullptr means rows 0 .. n_ids - 1.
@@ -24,7 +25,7 @@ struct row_kernels {
     void (*dot_rows)(int64_t n, const void * rows, size_t stride_bytes, const int32_t * ids, int64_t n_ids,
                      const void * packed_x, float * out);  // out: (n_ids)
 
-    // y[j] += sum over i, in order of i, of scale[i] * row(ids[i])[j]. ids as above.
+    // y[j] += sum over i, in order of i, of scale[i] * row(ids[i])[j]. ids as above. A y aligned to 64 bytes is faster.
     void (*add_rows)(int64_t n, const void * rows, size_t stride_bytes, const int32_t * ids, int64_t n_ids,
                      const float * scale, float * y);  // scale: (n_ids), y: (n)
 

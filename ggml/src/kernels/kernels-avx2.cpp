@@ -50,12 +50,6 @@ void vf_sum4(vf a, vf b, vf c, vf d, float * total) {
     _mm_storeu_ps(total, _mm_add_ps(_mm256_castps256_ps128(abcd), _mm256_extractf128_ps(abcd, 1)));
 }
 
-float vf_sum(vf a) {
-    float total[4];
-    vf_sum4(a, a, a, a, total);
-    return total[0];
-}
-
 __m128i load_16(const uint8_t * p) {
     return _mm_loadu_si128(reinterpret_cast<const __m128i *>(p));
 }
@@ -276,7 +270,7 @@ struct blocks_q4_1 {
 
     struct scales_and_minima {
         group_scales d;
-        group_scales m;
+        alignas(16) float m[group_size];  // per block, summed over the rows
     };
 
     template <int R>
@@ -286,21 +280,29 @@ struct blocks_q4_1 {
         scales_and_minima of_group(const uint8_t * const * w) const {
             scales_and_minima c;
             group_scales_of<block, R, 0>(w, scale, c.d);
-            group_scales_of<block, R, 1>(w, scale, c.m);
+            group_scales m;
+            group_scales_of<block, R, 1>(w, scale, m);
+            __m128 sum = _mm_load_ps(m.c);
+            for (int r = 1; r < R; ++r) {
+                sum = _mm_add_ps(sum, _mm_load_ps(m.c + 4 * r));
+            }
+            _mm_store_ps(c.m, sum);
             return c;
         }
     };
 
     template <int R>
     static void add(const uint8_t * const * w, int k, const scales_and_minima & c, float * y) {
-        vf sum[4] = {vf_load(y), vf_load(y + 8), vf_load(y + 16), vf_load(y + 24)};
+        vf sum[4];
+        for (int j = 0; j < 4; ++j) {
+            sum[j] = vf_add(vf_load(y + 8 * j), vf_set(c.m[k]));
+        }
         for (int r = 0; r < R; ++r) {
             vf v[4];
             convert_32(load_codes(w[r] + k * sizeof(block) + 4), v);
             const vf d = vf_set(c.d.c[4 * r + k]);
-            const vf m = vf_set(c.m.c[4 * r + k]);
             for (int j = 0; j < 4; ++j) {
-                sum[j] = vf_add(sum[j], vf_fma(d, v[j], m));
+                sum[j] = vf_fma(d, v[j], sum[j]);
             }
         }
         for (int j = 0; j < 4; ++j) {

@@ -39,7 +39,6 @@ vf vf_min(vf a, vf b) { return _mm512_min_ps(a, b); }
 vf vf_round(vf a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 vf vf_scale2(vf a, vf n) { return _mm512_scalef_ps(a, n); }
 uint32_t vf_nonzero(vf a) { return _mm512_cmp_ps_mask(a, _mm512_setzero_ps(), _CMP_NEQ_UQ); }
-float vf_sum(vf a) { return _mm512_reduce_add_ps(a); }
 
 vf vf_load_f16(const uint8_t * p) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p)));
@@ -283,7 +282,7 @@ struct blocks_q4_1 {
 
     struct scales_and_minima {
         group_scales d;
-        group_scales m;
+        alignas(16) float m[4];  // per block, summed over the rows
     };
 
     template <int R>
@@ -293,7 +292,13 @@ struct blocks_q4_1 {
         scales_and_minima of_group(const uint8_t * const * w) const {
             scales_and_minima c;
             group_scales_of<block, group_blocks, R, 0>(w, scale, c.d);
-            group_scales_of<block, group_blocks, R, 1>(w, scale, c.m);
+            group_scales m;
+            group_scales_of<block, group_blocks, R, 1>(w, scale, m);
+            __m128 sum = _mm_load_ps(m.c);
+            for (int r = 1; r < R; ++r) {
+                sum = _mm_add_ps(sum, _mm_load_ps(m.c + 4 * r));
+            }
+            _mm_store_ps(c.m, sum);
             return c;
         }
     };
@@ -301,14 +306,13 @@ struct blocks_q4_1 {
     template <int R>
     static void add(const uint8_t * const * w, int k, const scales_and_minima & c, float * y) {
         const vf values = code_values(0.0f);
-        vf y0 = vf_load(y);
-        vf y1 = vf_load(y + 16);
+        vf y0 = vf_add(vf_load(y), vf_set(c.m[k]));
+        vf y1 = vf_add(vf_load(y + 16), vf_set(c.m[k]));
         for (int r = 0; r < R; ++r) {
             const __m512i q = _mm512_cvtepu8_epi32(load_16(w[r] + k * sizeof(block) + 4));
             const vf d = vf_set(c.d.c[4 * r + k]);
-            const vf m = vf_set(c.m.c[4 * r + k]);
-            y0 = vf_add(y0, vf_fma(d, _mm512_permutexvar_ps(q, values), m));
-            y1 = vf_add(y1, vf_fma(d, _mm512_permutexvar_ps(_mm512_srli_epi32(q, 4), values), m));
+            y0 = vf_fma(d, _mm512_permutexvar_ps(q, values), y0);
+            y1 = vf_fma(d, _mm512_permutexvar_ps(_mm512_srli_epi32(q, 4), values), y1);
         }
         vf_store(y, y0);
         vf_store(y + 16, y1);
