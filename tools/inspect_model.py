@@ -355,24 +355,22 @@ def _size(n_bytes: int) -> str:
 
 
 def _share(value: float) -> str:
-    return f"{100 * value:.1f} %"
+    return f"{100 * value:.1f}%"
 
 
 # attribute of LayerReport -> (column title, how a value is shown); columns without a value are left out
 _COLUMNS = {
     "n_ff": ("n_ff", str),
     "types": ("types", str),
-    "ffn_bytes": ("FFN", _size),
+    "ffn_bytes": ("FFN MiB", lambda n_bytes: f"{n_bytes / 2**20:.2f}"),
     "density": ("density", _share),
     "hot_neurons": (f"{HOT_SHARE:.0%} by", _share),
     "activation_param": ("cut", "{:.3g}".format),
     "threshold": ("threshold", "{:.3g}".format),
     "product_threshold": ("product", "{:.3g}".format),
     "predictor": ("predictor", str),
-    "rank": ("rank", str),
     "recall": ("recall", _share),
-    "candidate_density": ("candidates", _share),
-    "reason": ("not covered", str),
+    "candidate_density": ("cand.", _share),
 }
 
 
@@ -386,21 +384,41 @@ def _print(report: Report, console: Console) -> None:
 
     layers = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     layers.add_column("layer", justify="right")
-    shown = {
-        name: column
-        for name, column in _COLUMNS.items()
-        if any(getattr(layer, name) not in (None, "", 0) for layer in report.layers)
-    }
-    for name, (title, _) in shown.items():
-        layers.add_column(title, justify="left" if name in ("types", "predictor", "reason") else "right", overflow="fold")
-    for i, layer in enumerate(report.layers):
-        values = {name: getattr(layer, name) for name in shown}
-        layers.add_row(str(i), *("" if values[name] in (None, "") else shown[name][1](values[name]) for name in shown))
+    values = [dataclasses.asdict(layer) for layer in report.layers]
+    for layer in values:
+        if layer["predictor"]:
+            layer["predictor"] = f"{layer['predictor']} {layer['rank']}"
+    shown = [name for name in _COLUMNS if any(layer[name] not in (None, "", 0) for layer in values)]
+    for name in shown:
+        layers.add_column(_COLUMNS[name][0], justify="left" if name in ("types", "predictor") else "right", overflow="fold")
+    for i, layer in enumerate(values):
+        layers.add_row(str(i), *("" if layer[name] in (None, "") else _COLUMNS[name][1](layer[name]) for name in shown))
     console.print(layers)
-    for note in report.notes:
-        console.print(f"note: {note}", markup=False, soft_wrap=True)
-    for problem in report.problems:
-        console.print(f"problem: {problem}", style="bold red", markup=False, soft_wrap=True)
+    lines = [f"not covered: {text}" for text in _not_covered(report)]
+    lines += [f"note: {note}" for note in report.notes] + [f"problem: {problem}" for problem in report.problems]
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _not_covered(report: Report) -> list[str]:
+    """One line per reason, with the layers that it holds for."""
+    layers: dict[str, list[int]] = {}
+    for i, layer in enumerate(report.layers):
+        if not layer.covered:
+            layers.setdefault(layer.reason.replace(f"blk.{i}.", "blk.*."), []).append(i)
+    return [f"{_ranges(numbers)}: {reason}" for reason, numbers in layers.items()]
+
+
+def _ranges(numbers: list[int]) -> str:
+    """`layer 3`, or `layers 0-2, 5`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    text = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+    return f"{'layers' if len(numbers) > 1 else 'layer'} {text}"
 
 
 def _facts(report: Report) -> list[tuple[str, str]]:
