@@ -3,7 +3,7 @@
 //   vf_zero, vf_set, vf_load, vf_store, vf_load_part, vf_store_part, vf_first, vf_add, vf_fma, vf_sum4,
 //   vf_div, vf_max, vf_min, vf_round, vf_scale2, vf_nonzero, vf_load_f16, vf_load_bf16
 //   block_scale_of             the scale of 32 values of x
-//   matmul_n_x                 rows of x per register tile of matmul_nt
+//   matmul_n_x, matmul_v       register tiles: rows of x in matmul_nt, vectors of columns in matmul_nn_add
 // Included once per file, inside its anonymous namespace: nothing here has a name that the linker could share.
 
 const uint8_t * row_at(const void * rows, size_t stride_bytes, const int32_t * ids, int64_t i) {
@@ -418,11 +418,10 @@ void matmul_nt(int64_t n_x, int64_t n_w, int64_t n, const float * x, int64_t ld_
     }
 }
 
-// matmul_nn_add: V vectors of y in registers; per token the bits of its non-zero coefficients are walked,
-// so a token costs what it uses and never depends on another token.
+// matmul_nn_add: tiles of matmul_rows rows of w and V vectors of columns. Per token the bits of its non-zero coefficients
+// are walked, so a token costs what it uses. Each sum is taken in the order of the rows and never depends on other tokens.
 
-constexpr int64_t matmul_rows = 64;  // rows of w per pass: one bit each
-constexpr int matmul_v = 8;          // vectors of y per pass
+constexpr int64_t matmul_rows = 64;  // one bit each; with 8 vectors of columns a tile is 32 KiB
 
 uint64_t nonzero_bits(int64_t n, const float * a) {
     uint64_t bits = 0;
@@ -433,20 +432,101 @@ uint64_t nonzero_bits(int64_t n, const float * a) {
 }
 
 template <int V>
-void matmul_nn_add_tile(uint64_t bits, const float * a, const float * w, int64_t ld_w, float * y) {
-    vf sum[V];
+void load_tile(const float * y, vf * sum) {
     for (int v = 0; v < V; ++v) {
         sum[v] = vf_load(y + v * vf_n);
     }
+}
+
+template <int V>
+void store_tile(float * y, const vf * sum) {
+    for (int v = 0; v < V; ++v) {
+        vf_store(y + v * vf_n, sum[v]);
+    }
+}
+
+template <int V>
+void matmul_nn_add_one(uint64_t bits, const float * a, const float * tile, float * y) {
+    vf sum[V];
+    load_tile<V>(y, sum);
     for (; bits; bits &= bits - 1) {
         const int i = __builtin_ctzll(bits);
         const vf ai = vf_set(a[i]);
         for (int v = 0; v < V; ++v) {
-            sum[v] = vf_fma(ai, vf_load(w + i * ld_w + v * vf_n), sum[v]);
+            sum[v] = vf_fma(ai, vf_load(tile + (i * V + v) * vf_n), sum[v]);
         }
     }
-    for (int v = 0; v < V; ++v) {
-        vf_store(y + v * vf_n, sum[v]);
+    store_tile<V>(y, sum);
+}
+
+// Two tokens share the loads of w: pays when most of their coefficients are non-zero.
+template <int V>
+void matmul_nn_add_two(uint64_t bits0, uint64_t bits1, const float * a0, const float * a1, const float * tile, float * y0,
+                       float * y1) {
+    vf sum0[V], sum1[V];
+    load_tile<V>(y0, sum0);
+    load_tile<V>(y1, sum1);
+    for (uint64_t left = bits0 | bits1; left; left &= left - 1) {
+        const int i = __builtin_ctzll(left);
+        const float * w = tile + i * V * vf_n;
+        if ((bits0 & bits1) >> i & 1) {
+            const vf a0i = vf_set(a0[i]);
+            const vf a1i = vf_set(a1[i]);
+            for (int v = 0; v < V; ++v) {
+                const vf wv = vf_load(w + v * vf_n);
+                sum0[v] = vf_fma(a0i, wv, sum0[v]);
+                sum1[v] = vf_fma(a1i, wv, sum1[v]);
+            }
+        } else if (bits0 >> i & 1) {
+            for (int v = 0; v < V; ++v) {
+                sum0[v] = vf_fma(vf_set(a0[i]), vf_load(w + v * vf_n), sum0[v]);
+            }
+        } else {
+            for (int v = 0; v < V; ++v) {
+                sum1[v] = vf_fma(vf_set(a1[i]), vf_load(w + v * vf_n), sum1[v]);
+            }
+        }
+    }
+    store_tile<V>(y0, sum0);
+    store_tile<V>(y1, sum1);
+}
+
+// All tokens against n_w <= matmul_rows rows, columns from j on, V vectors of columns at a time, then fewer.
+template <int V>
+void matmul_nn_add_columns(int64_t n_x, int64_t n_w, int64_t j, int64_t n, const float * a, int64_t ld_a, const float * w,
+                           int64_t ld_w, float * y, int64_t ld_y) {
+    for (; j + V * vf_n <= n; j += V * vf_n) {
+        // A copy of the tile: rows a power of two apart would share a few sets of the first-level cache.
+        alignas(64) float tile[matmul_rows * V * vf_n];
+        for (int64_t i = 0; i < n_w; ++i) {
+            vf row[V];
+            load_tile<V>(w + i * ld_w + j, row);
+            store_tile<V>(tile + i * V * vf_n, row);
+        }
+        for (int64_t t = 0; t < n_x; ++t) {
+            const float * a0 = a + t * ld_a;
+            const uint64_t bits0 = nonzero_bits(n_w, a0);
+            const uint64_t bits1 = t + 1 < n_x ? nonzero_bits(n_w, a0 + ld_a) : 0;
+            if (2 * __builtin_popcountll(bits0 & bits1) > __builtin_popcountll(bits0 | bits1)) {
+                matmul_nn_add_two<V>(bits0, bits1, a0, a0 + ld_a, tile, y + t * ld_y + j, y + (t + 1) * ld_y + j);
+                ++t;
+            } else if (bits0) {
+                matmul_nn_add_one<V>(bits0, a0, tile, y + t * ld_y + j);
+            }
+        }
+    }
+    if constexpr (V > 1) {
+        matmul_nn_add_columns<V / 2>(n_x, n_w, j, n, a, ld_a, w, ld_w, y, ld_y);
+    } else if (j < n) {
+        for (int64_t t = 0; t < n_x; ++t) {
+            const float * at = a + t * ld_a;
+            vf sum = vf_load_part(y + t * ld_y + j, n - j);
+            for (uint64_t bits = nonzero_bits(n_w, at); bits; bits &= bits - 1) {
+                const int i = __builtin_ctzll(bits);
+                sum = vf_fma(vf_set(at[i]), vf_load_part(w + i * ld_w + j, n - j), sum);
+            }
+            vf_store_part(y + t * ld_y + j, sum, n - j);
+        }
     }
 }
 
@@ -454,39 +534,7 @@ void matmul_nn_add(int64_t n_x, int64_t n_w, int64_t n, const float * a, int64_t
                    float * y, int64_t ld_y) {
     for (int64_t i = 0; i < n_w; i += matmul_rows) {
         const int64_t n_rows = n_w - i < matmul_rows ? n_w - i : matmul_rows;
-        int64_t j = 0;
-        for (; j + matmul_v * vf_n <= n; j += matmul_v * vf_n) {
-            // A copy of the tile: rows a power of two apart would share a few sets of the first-level cache.
-            alignas(64) float tile[matmul_rows * matmul_v * vf_n];
-            for (int64_t k = 0; k < n_rows; ++k) {
-                for (int v = 0; v < matmul_v; ++v) {
-                    vf_store(tile + (k * matmul_v + v) * vf_n, vf_load(w + (i + k) * ld_w + j + v * vf_n));
-                }
-            }
-            for (int64_t t = 0; t < n_x; ++t) {
-                const float * at = a + t * ld_a + i;
-                const uint64_t bits = nonzero_bits(n_rows, at);
-                if (bits) {
-                    matmul_nn_add_tile<matmul_v>(bits, at, tile, matmul_v * vf_n, y + t * ld_y + j);
-                }
-            }
-        }
-        for (int64_t t = 0; t < n_x && j < n; ++t) {
-            const float * at = a + t * ld_a + i;
-            const uint64_t bits = nonzero_bits(n_rows, at);
-            int64_t k = j;
-            for (; k + vf_n <= n; k += vf_n) {
-                matmul_nn_add_tile<1>(bits, at, w + i * ld_w + k, ld_w, y + t * ld_y + k);
-            }
-            if (k < n) {
-                vf sum = vf_load_part(y + t * ld_y + k, n - k);
-                for (uint64_t left = bits; left; left &= left - 1) {
-                    const int r = __builtin_ctzll(left);
-                    sum = vf_fma(vf_set(at[r]), vf_load_part(w + (i + r) * ld_w + k, n - k), sum);
-                }
-                vf_store_part(y + t * ld_y + k, sum, n - k);
-            }
-        }
+        matmul_nn_add_columns<matmul_v>(n_x, n_rows, 0, n, a + i, ld_a, w + i * ld_w, ld_w, y, ld_y);
     }
 }
 

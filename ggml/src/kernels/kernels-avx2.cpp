@@ -13,6 +13,7 @@ namespace {
 
 using vf = __m256;
 constexpr int64_t vf_n = 8;
+constexpr int matmul_v = 4;    // 2 x 4 sums
 constexpr int matmul_n_x = 2;  // 2 x 4 sums, 4 rows of w and one of x: 13 of 16 registers
 
 __m256i first_lanes(int64_t count) {

@@ -18,6 +18,7 @@ namespace {
 
 using vf = __m512;
 constexpr int64_t vf_n = 16;
+constexpr int matmul_v = 8;    // 2 x 8 sums
 constexpr int matmul_n_x = 6;  // 6 x 4 sums, 4 rows of w and one of x: 29 of 32 registers
 
 __mmask16 first_lanes(int64_t count) {
