@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -23,8 +24,8 @@ TIMEOUT_S = 120
 FIRST_BYTE_TOKEN = 3  # tiny vocabularies: <unk>, <s>, </s>, then the 256 bytes
 BOS, EOS = 1, 2
 # Characters of two, three and four bytes; no byte occurs twice, so that one token decides the next.
-UTF8_TEXT = "歪é♬😀"
-CUE = "§"  # its tokens are its two bytes, which UTF8_TEXT lacks
+UTF8_TEXT = "\u6b6a\u00e9\u266c\U0001f600"
+CUE = "\u00a7"  # its tokens are its two bytes, which UTF8_TEXT lacks
 
 
 def program() -> str:
@@ -35,9 +36,14 @@ def program() -> str:
 
 
 def run(*args: str | Path, stdin: bytes = b"", env: dict[str, str] | None = None) -> subprocess.CompletedProcess[bytes]:
-    """Runs the program to its end."""
-    command = [program(), *map(str, args)]
+    """Runs the program to its end, on one thread where args don't say otherwise: on a busy machine that is faster."""
+    command = [program(), "-t", "1", *map(str, args)]
     return subprocess.run(command, input=stdin, capture_output=True, timeout=TIMEOUT_S, check=False, env=env)
+
+
+def start(*args: str | Path) -> subprocess.Popen[bytes]:
+    command = [program(), *map(str, args)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 def text_of(*args: str | Path, stdin: bytes = b"") -> bytes:
@@ -86,7 +92,9 @@ def with_metadata(path: Path, out: Path, key: str, kind: gguf.GGUFValueType, val
     return out
 
 
-def greedy_bytes(model: Path, prompt: bytes, n: int, cls: type[llama_cpp.Llama] = llama_cpp.Llama, **options: object) -> bytes:
+def greedy_bytes(
+    model: Path, prompt: bytes, n: int, cls: type[llama_cpp.Llama] = llama_cpp.Llama, **options: object
+) -> bytes:
     """What llama_cpp generates at temperature 0, in bytes."""
     llm = cls(str(model), n_ctx=1024, n_threads=2, n_threads_batch=2, flash_attn=True, verbose=False, **options)
     out = b""
@@ -129,13 +137,14 @@ def endless(folder: Path) -> Path:
 def test_help_and_version_go_to_stdout() -> None:
     result = run("--help")
     assert result.returncode == 0
-    for flag in (
-        "-m", "--model", "-p", "--prompt", "-f", "--file", "-n", "--predict", "--n-predict", "-c", "--ctx-size", "-b", "--batch-size",
-        "-ub", "--ubatch-size", "-t", "--threads", "-tb", "--threads-batch", "-s", "--seed", "--temp", "--top-k", "--top-p", "--min-p",
-        "--repeat-penalty", "--repeat-last-n", "--ignore-eos", "-i", "--interactive", "-cnv", "--conversation", "-sys",
-        "--system-prompt", "--no-display-prompt", "-ngl", "--gpu-layers", "--mlock", "--no-mmap", "--log-disable", "-v", "--verbose",
-        "-h", "--help", "--version", "--sparsity", "--plan", "--strict", "--mapped", "--vram-budget",
-    ):  # fmt: skip
+    flags = shlex.split(
+        "-m --model -p --prompt -f --file -n --predict --n-predict -c --ctx-size -b --batch-size -ub "
+        "--ubatch-size -t --threads -tb --threads-batch -s --seed --temp --top-k --top-p --min-p "
+        "--repeat-penalty --repeat-last-n --ignore-eos -i --interactive -cnv --conversation -sys "
+        "--system-prompt --no-display-prompt -ngl --gpu-layers --mlock --no-mmap --log-disable -v --verbose "
+        "-h --help --version --sparsity --plan --strict --mapped --vram-budget"
+    )
+    for flag in flags:
         assert re.search(rf"(^|[ ,]){re.escape(flag)}([ ,\n]|$)", result.stdout.decode()), flag
     assert run("-h").stdout == result.stdout
     version = run("--version")
@@ -143,16 +152,17 @@ def test_help_and_version_go_to_stdout() -> None:
 
 
 def test_every_flag_parses(utf8: Path) -> None:
-    flags = (
-        "-n 64 -c 512 -b 64 -ub 32 -t 1 -tb 2 -s 7 --temp 0 --top-k 40 --top-p 0.9 --min-p 0.1 --typical 1 --repeat-penalty 1.0 "
-        "--repeat-last-n 32 -no-cnv --no-display-prompt -ngl 0 --no-mmap --log-disable --sparsity dense -e --no-escape --no-plan"
-    ).split()
-    assert text_of("-m", utf8, "-p", CUE, *flags) == UTF8_TEXT.encode()
-    long_flags = (
-        "--n-predict 64 --ctx-size 512 --batch-size 64 --ubatch-size 32 --threads 1 --threads-batch 2 --seed -1 --temperature 0 "
-        "--top_k 0 --gpu-layers auto --log-disable --no-conversation --mapped --vram-budget 75%"
-    ).split()
-    assert text_of("--model", utf8, "--prompt", CUE, "--no-display-prompt", *long_flags) == UTF8_TEXT.encode()
+    short = shlex.split(
+        "-n 64 -c 512 -b 64 -ub 32 -t 1 -tb 2 -s 7 --temp 0 --top-k 40 --top-p 0.9 --min-p 0.1 --typical 1 -ngl 0 "
+        "--repeat-penalty 1.0 --repeat-last-n 32 -no-cnv --no-display-prompt --no-mmap --log-disable --sparsity dense "
+        "-e --no-escape --no-plan"
+    )
+    assert text_of("-m", utf8, "-p", CUE, *short) == UTF8_TEXT.encode()
+    long = shlex.split(
+        "--n-predict 64 --ctx-size 512 --batch-size 64 --ubatch-size 32 --threads 1 --threads-batch 2 --seed -1 "
+        "--temperature 0 --top_k 0 --gpu-layers auto --log-disable --no-conversation --mapped --vram-budget 75%"
+    )
+    assert text_of("--model", utf8, "--prompt", CUE, "--no-display-prompt", *long) == UTF8_TEXT.encode()
     assert text_of("-m", utf8, "--predict", "1", "--temp", "0", "-v").startswith(UTF8_TEXT.encode()[:1])
 
 
@@ -209,7 +219,7 @@ def test_links_no_python_and_finds_its_libraries_by_itself() -> None:
 
 
 def test_same_text_as_llama_cpp_at_temperature_0(tiny: Path) -> None:
-    for prompt in (b"Once upon a time", b"the", "歪 ♬".encode()):
+    for prompt in (b"Once upon a time", b"the", UTF8_TEXT.encode()):
         expected = greedy_bytes(tiny, prompt, 48)
         args = ["-m", tiny, "-p", prompt.decode(), "-n", 48, "--temp", 0, "-t", 2]
         assert text_of(*args, "--no-display-prompt") == expected.removesuffix(b"\n")
@@ -238,7 +248,7 @@ def test_utf8_is_written_in_whole_characters(utf8: Path) -> None:
 
 
 def test_a_cut_character_at_the_end_is_written_all_the_same(folder: Path) -> None:
-    cut = "歪".encode()[:2]
+    cut = UTF8_TEXT.encode()[:2]
     model = chain_model(folder / "cut.gguf", [BOS, *byte_tokens(b"a" + cut), EOS])
     assert text_of("-m", model, "--temp", 0, "--log-disable") == b"a" + cut
 
@@ -250,8 +260,9 @@ def test_an_empty_prompt_starts_from_bos(utf8: Path, tiny: Path) -> None:
 
 
 def test_a_prompt_file_is_taken_byte_for_byte(utf8: Path, folder: Path) -> None:
-    for content, echoed in ((b"\\n\0caf\xc3\xa9\xff\n\n", b"\\n\0caf\xc3\xa9\xff\n"), (CUE.encode(), CUE.encode()), (b"", b"")):
-        path = folder / "prompt.txt"
+    path = folder / "prompt.txt"
+    any_bytes = b"\\n\0caf\xc3\xa9\xff\n"
+    for content, echoed in ((any_bytes + b"\n", any_bytes), (CUE.encode(), CUE.encode()), (b"", b"")):
         path.write_bytes(content)
         assert text_of("-m", utf8, "-f", path, "--temp", 0) == echoed + UTF8_TEXT.encode()
         assert text_of("-m", utf8, "-f", "-", "--temp", 0, stdin=content) == echoed + UTF8_TEXT.encode()
@@ -259,24 +270,27 @@ def test_a_prompt_file_is_taken_byte_for_byte(utf8: Path, folder: Path) -> None:
 
 def test_escapes_in_the_prompt(utf8: Path) -> None:
     assert text_of("-m", utf8, "-p", r"a\tb\\\n", "--temp", 0) == b"a\tb\\\n" + UTF8_TEXT.encode()
-    assert text_of("-m", utf8, "-p", r"a\tb§", "--no-escape", "--temp", 0) == r"a\tb§".encode() + UTF8_TEXT.encode()
+    verbatim = r"a\tb" + CUE
+    assert text_of("-m", utf8, "-p", verbatim, "--no-escape", "--temp", 0) == (verbatim + UTF8_TEXT).encode()
 
 
 def test_a_prompt_longer_than_the_context_is_an_error(tiny: Path, folder: Path) -> None:
     path = folder / "long.txt"
     path.write_bytes(b"a" * 1_000_000)
-    assert_error(run("-m", tiny, "-f", path, "-c", 256, "--no-plan"), "prompt: found 1000001 tokens", "at most 256", "larger -c")
+    result = run("-m", tiny, "-f", path, "-c", 256, "--no-plan")
+    assert_error(result, "prompt: found 1000001 tokens", "at most 256", "larger -c")
 
 
 def test_generation_stops_with_a_note_when_the_context_is_full(endless: Path) -> None:
     result = run("-m", endless, "-p", "", "-c", 256, "--temp", 0)
     assert result.returncode == 0
-    assert result.stdout == (b"abc" * 86)[:256] + b"\n"  # BOS and 255 of them fill the context; one more is read from it
+    # BOS and 255 bytes fill the context; what follows them is known.
+    assert result.stdout == (b"abc" * 86)[:256] + b"\n"
     assert result.stderr.count(b"context: full with 256 tokens") == 1
 
 
 def test_n_predict_and_ignore_eos(utf8: Path) -> None:
-    assert text_of("-m", utf8, "--temp", 0, "-n", 3) == "歪".encode()
+    assert text_of("-m", utf8, "--temp", 0, "-n", 3) == UTF8_TEXT.encode()[:3]
     assert text_of("-m", utf8, "-p", CUE, "-n", 0) == CUE.encode()
     n_text = len(UTF8_TEXT.encode())
     longer = text_of("-m", utf8, "--temp", 0, "-n", n_text + 5, "--ignore-eos")
@@ -285,26 +299,34 @@ def test_n_predict_and_ignore_eos(utf8: Path) -> None:
 
 def test_repeat_penalty_changes_the_choice(tiny: Path) -> None:
     args = ["-m", tiny, "-p", "x", "-n", 48, "--temp", 0]
-    assert text_of(*args, "--repeat-penalty", 1e6) != text_of(*args) == text_of(*args, "--repeat-penalty", 1e6, "--repeat-last-n", 0)
+    plain = text_of(*args)
+    assert text_of(*args, "--repeat-penalty", 1e6) != plain
+    assert text_of(*args, "--repeat-penalty", 1e6, "--repeat-last-n", 0) == plain
 
 
 def test_sampling_values_in_the_model_replace_defaults_but_not_flags(endless: Path, folder: Path) -> None:
     model = with_metadata(endless, folder / "sampling.gguf", "general.sampling.temp", gguf.GGUFValueType.FLOAT32, 0.0)
-    assert text_of("-m", model, "-n", 30) == b"abc" * 10
-    hot = [text_of("-m", model, "-n", 30, "--temp", 100, "--min-p", 0, "--top-p", 1, "--top-k", 0, "-s", seed) for seed in (1, 2)]
-    assert hot[0] != hot[1]
+    args = ["-m", model, "-n", 30, "--min-p", 0, "--top-p", 1, "--top-k", 0]
+    assert text_of(*args) == b"abc" * 10
+    assert text_of(*args, "--temp", 100, "-s", 1) != text_of(*args, "--temp", 100, "-s", 2)
+    key = "general.sampling.penalty_repeat"
+    model = with_metadata(endless, folder / "wrong-sampling.gguf", key, gguf.GGUFValueType.FLOAT32, -1.0)
+    result = run("-m", model, "-n", 3, "--temp", 0)
+    assert result.returncode == 0 and result.stdout == b"abc\n" and result.stderr.count(key.encode()) == 1
 
 
 def test_output_that_cannot_be_written_is_an_error(endless: Path) -> None:
     if not os.path.exists("/dev/full"):
         pytest.skip("no /dev/full")
     with open("/dev/full", "wb") as full:
-        result = subprocess.run([program(), "-m", str(endless), "--log-disable"], stdout=full, stderr=subprocess.PIPE, timeout=TIMEOUT_S)
-    assert result.returncode == 1 and result.stderr.startswith(b"powerinfer-main: stdout:") and result.stderr.count(b"\n") == 1
+        command = [program(), "-m", str(endless), "--log-disable"]
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, timeout=TIMEOUT_S, check=False)
+    assert result.returncode == 1
+    assert result.stderr.startswith(b"powerinfer-main: stdout:") and result.stderr.count(b"\n") == 1
 
 
 def test_a_reader_that_goes_away_ends_it_quietly(endless: Path) -> None:
-    with subprocess.Popen([program(), "-m", str(endless), "--log-disable"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with start("-m", endless, "--log-disable") as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.read(1)
         process.stdout.close()
@@ -339,7 +361,8 @@ def test_a_chat_on_stdin(utf8: Path) -> None:
     assert result.stderr.count(b"no chat template") == 1
     # Each token of the chat was computed once, the answers as they were generated.
     answer = ("assistant", UTF8_TEXT)
-    whole = chatml(("system", "be brief"), ("user", "hello"), answer, ("user", "  \nmore \nlines"), answer, ("user", "last"))
+    users = [("user", text) for text in ("hello", "  \nmore \nlines", "last")]
+    whole = chatml(("system", "be brief"), users[0], answer, users[1], answer, users[2])
     assert n_prompt_tokens(result) == tokens_of(utf8, whole) - 2 * len(UTF8_TEXT.encode())
 
 
@@ -347,7 +370,7 @@ def test_a_chat_starts_with_the_prompt(utf8: Path) -> None:
     result = run("-m", utf8, "-cnv", "-p", "hello", "--temp", 0)
     assert result.stdout.decode() == f"> hello\n{UTF8_TEXT}\n"
     assert n_prompt_tokens(result) == tokens_of(utf8, chatml(("user", "hello")))
-    assert run("-m", utf8, "-cnv", "-p", "hello", "--temp", 0, "--no-display-prompt").stdout.decode() == f"{UTF8_TEXT}\n"
+    assert text_of("-m", utf8, "-cnv", "-p", "hello", "--temp", 0, "--no-display-prompt") == UTF8_TEXT.encode()
 
 
 def test_a_chat_uses_the_models_template(utf8: Path, folder: Path) -> None:
@@ -378,11 +401,6 @@ def test_interactive_text_goes_on_after_each_line(endless: Path) -> None:
 
 
 # --- Ctrl-C ---
-
-
-def start(*args: str | Path) -> subprocess.Popen[bytes]:
-    command = [program(), *map(str, args)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 def read_until(stream: int, what: bytes) -> bytes:
@@ -445,8 +463,9 @@ def test_a_plan_computes_the_text_from_every_form_of_the_model(planned: dict[str
 
     expected = greedy_bytes(planned["base"], b"Once upon", 32, Llama, sparsity=sparsity)
     assert expected != greedy_bytes(planned["alone"], b"Once upon", 32)  # relu, not the silu of the model's graph
-    args = ["-p", "Once upon", "-n", 32, "--temp", 0, "-t", 2, "--sparsity", sparsity, "--no-display-prompt", "--strict"]
-    for model in (["-m", planned["base"]], ["-m", planned["embedded"]], ["-m", planned["alone"], "--plan", planned["plan"]]):
+    args = shlex.split(f"-p 'Once upon' -n 32 --temp 0 -t 2 --sparsity {sparsity} --no-display-prompt --strict")
+    models = [[planned["base"]], [planned["embedded"]], [planned["alone"], "--plan", planned["plan"]]]
+    for model in (["-m", *words] for words in models):
         assert text_of(*model, *args) == expected.removesuffix(b"\n")
         assert text_of(*model, *args, "--mapped", "--mlock") == expected.removesuffix(b"\n")
 
@@ -481,7 +500,8 @@ def test_without_a_plan_a_note_or_with_strict_an_error(planned: dict[str, Path])
         assert result.returncode == 0 and result.stderr.count(b"it has no plan") == 1
         assert_error(run(*args, "--sparsity", sparsity, "--strict"), "it has no plan", "powerinfer profile")
     assert b"it has no plan" not in run(*args, "--sparsity", "dense", "--strict").stderr
-    assert text_of("-m", planned["base"], "--no-plan", "--temp", 0, "-n", 16) == text_of("-m", planned["alone"], "--temp", 0, "-n", 16)
+    stock = text_of("-m", planned["alone"], "--temp", 0, "-n", 16)
+    assert text_of("-m", planned["base"], "--no-plan", "--temp", 0, "-n", 16) == stock
 
 
 def test_a_plan_of_another_model_is_refused(planned: dict[str, Path], tiny: Path) -> None:
@@ -492,10 +512,15 @@ def test_a_plan_of_another_model_is_refused(planned: dict[str, Path], tiny: Path
 def test_gpu_flags_are_answered(tiny: Path) -> None:
     if llama_cpp.llama_supports_gpu_offload():
         pytest.skip("this llama.cpp has a GPU device")
-    for flag, value, part in (("--vram-budget", "8GiB", "no GPU part"), ("-ngl", "99", "no GPU device"), ("-ngl", "all", "no GPU device")):
-        result = run("-m", tiny, "-n", 1, flag, value)
+    for flags, part in (
+        ("--vram-budget 8GiB", "no GPU part"),
+        ("-ngl 99", "no GPU device"),
+        ("-ngl all", "no GPU device"),
+    ):
+        args = ["-m", tiny, "-n", 1, *flags.split()]
+        result = run(*args)
         assert result.returncode == 0 and result.stderr.count(part.encode()) == 1
-        assert_error(run("-m", tiny, "-n", 1, flag, value, "--strict"), part)
+        assert_error(run(*args, "--strict"), part)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.99])

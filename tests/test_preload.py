@@ -40,7 +40,9 @@ def preload_library() -> str:
     return str(path)
 
 
-def run_stock(model: Path, out: Path, plan: Path | str | None, *, preload: bool = True) -> subprocess.CompletedProcess[str]:
+def run_stock(
+    model: Path, out: Path, plan: Path | str | None, *, preload: bool = True
+) -> subprocess.CompletedProcess[str]:
     env = {name: value for name, value in os.environ.items() if name not in ("POWERINFER_PLAN", "PYTHONPATH")}
     if preload:
         env["LD_PRELOAD"] = " ".join(filter(None, (preload_library(), os.environ.get("LD_PRELOAD"))))
@@ -88,7 +90,9 @@ def test_the_plan_computes_in_a_stock_program(model: Path, plan: Path, folder: P
 
 
 def test_an_embedded_plan_on_its_base(model: Path, folder: Path, plan: Path) -> None:
-    embedded = tiny_models.write_tiny_plan(model, folder / "all.powerinfer.gguf", activation="relu", order_seed=1, embedded=True)
+    embedded = tiny_models.write_tiny_plan(
+        model, folder / "all.powerinfer.gguf", activation="relu", order_seed=1, embedded=True
+    )
     sparse = stock_logits(model, folder / "embedded.npy", embedded)
     np.testing.assert_allclose(sparse, own_logits(model, plan=plan), atol=TOLERANCE, rtol=0)
 

@@ -2,6 +2,7 @@
 #include "arguments.h"
 
 #include <algorithm>
+#include <cctype>
 #include <cerrno>
 #include <cmath>
 #include <cstdio>
@@ -35,7 +36,7 @@ std::string number_text(double value) {
 
 // A flag with a number from lo to hi.
 template <typename T>
-flag number(std::vector<std::string> names, T arguments::*member, T lo, T hi, const std::string & help) {
+flag number(std::vector<std::string> names, T arguments::* member, T lo, T hi, const std::string & help) {
     constexpr bool is_integer = std::is_integral_v<T>;
     const std::string fallback = number_text(double(arguments{}.*member));
     return {std::move(names), "N", help + " (default " + fallback + ")",
@@ -46,12 +47,17 @@ flag number(std::vector<std::string> names, T arguments::*member, T lo, T hi, co
                 if constexpr (is_integer) {
                     const long long parsed = std::strtoll(text.c_str(), &end, 10);
                     value = T(std::clamp<long long>(parsed, std::numeric_limits<T>::lowest(), std::numeric_limits<T>::max()));
-                    if (errno != 0 || parsed != (long long) value) end = nullptr;
+                    if (errno != 0 || parsed != (long long)value) {
+                        end = nullptr;
+                    }
                 } else {
                     value = T(std::strtod(text.c_str(), &end));
-                    if (errno != 0 || !std::isfinite(value)) end = nullptr;
+                    if (errno != 0 || !std::isfinite(value)) {
+                        end = nullptr;
+                    }
                 }
-                const bool is_number = !text.empty() && !std::isspace((unsigned char) text[0]) && end == text.c_str() + text.size();
+                const bool is_number =
+                    !text.empty() && !std::isspace((unsigned char)text[0]) && end == text.c_str() + text.size();
                 if (is_number && value >= lo && value <= hi) {
                     args.*member = value;
                     return "";
@@ -59,27 +65,30 @@ flag number(std::vector<std::string> names, T arguments::*member, T lo, T hi, co
                 std::string expected = is_integer ? "an integer" : "a number";
                 const bool has_lo = lo > std::numeric_limits<T>::lowest();
                 const bool has_hi = hi < std::numeric_limits<T>::max();
-                if (has_lo && has_hi) expected += " from " + number_text(double(lo)) + " to " + number_text(double(hi));
-                else if (has_lo) expected += " of at least " + number_text(double(lo));
+                if (has_lo && has_hi) {
+                    expected += " from " + number_text(double(lo)) + " to " + number_text(double(hi));
+                } else if (has_lo) {
+                    expected += " of at least " + number_text(double(lo));
+                }
                 return expected;
             }};
 }
 
-flag text(std::vector<std::string> names, std::string value, std::string arguments::*member, const std::string & help) {
+flag text(std::vector<std::string> names, std::string value, std::string arguments::* member, const std::string & help) {
     return {std::move(names), std::move(value), help, [=](arguments & args, const std::string & text) {
                 args.*member = text;
                 return std::string();
             }};
 }
 
-flag file_name(std::vector<std::string> names, std::string arguments::*member, const std::string & help) {
+flag file_name(std::vector<std::string> names, std::string arguments::* member, const std::string & help) {
     return {std::move(names), "FILE", help, [=](arguments & args, const std::string & text) -> std::string {
                 args.*member = text;
                 return text.empty() ? "a file name" : "";
             }};
 }
 
-flag on_off(std::vector<std::string> names, bool arguments::*member, bool value, const std::string & help) {
+flag on_off(std::vector<std::string> names, bool arguments::* member, bool value, const std::string & help) {
     return {std::move(names), "", help, [=](arguments & args, const std::string &) {
                 args.*member = value;
                 return std::string();
@@ -111,7 +120,7 @@ std::string set_vram_budget(arguments & args, const std::string & text) {
     const double amount = std::strtod(text.c_str(), &end);
     const std::string unit = end;
     const std::set<std::string> units = {"", "G", "GB", "GiB", "M", "MB", "MiB", "%"};
-    const bool is_number = !text.empty() && (std::isdigit((unsigned char) text[0]) || text[0] == '.') && end != text.c_str();
+    const bool is_number = !text.empty() && (std::isdigit((unsigned char)text[0]) || text[0] == '.') && end != text.c_str();
     if (!is_number || !std::isfinite(amount) || units.count(unit) == 0 || (unit == "%" && amount > 100)) {
         return "an amount of GPU memory: GiB as a plain number, or 8GiB, 512MiB, 75%";
     }
@@ -121,15 +130,25 @@ std::string set_vram_budget(arguments & args, const std::string & text) {
 
 std::string set_prompt_file(arguments & args, const std::string & path) {
     std::FILE * file = path == "-" ? stdin : std::fopen(path.c_str(), "rb");
-    if (file == nullptr) return std::string("a readable file (") + std::strerror(errno) + ")";
+    if (file == nullptr) {
+        return std::string("a readable file (") + std::strerror(errno) + ")";
+    }
     std::string content;
     char block[1 << 16];
-    for (size_t n; (n = std::fread(block, 1, sizeof(block), file)) > 0;) content.append(block, n);
+    for (size_t n; (n = std::fread(block, 1, sizeof(block), file)) > 0;) {
+        content.append(block, n);
+    }
     const bool failed = std::ferror(file) != 0;
     const std::string reason = failed ? std::strerror(errno) : "";
-    if (file != stdin) std::fclose(file);
-    if (failed) return "a readable file (" + reason + ")";
-    if (!content.empty() && content.back() == '\n') content.pop_back();
+    if (file != stdin) {
+        std::fclose(file);
+    }
+    if (failed) {
+        return "a readable file (" + reason + ")";
+    }
+    if (!content.empty() && content.back() == '\n') {
+        content.pop_back();
+    }
     args.prompt = std::move(content);
     return "";
 }
@@ -144,43 +163,60 @@ const std::vector<section> & flag_table() {
     static const std::vector<section> table = {
         {"Model",
          {
-             file_name({"-m", "--model"}, &a::model_path, "the model: a plain GGUF (a sidecar X.powerinfer.gguf beside it is used) or an extended one"),
+             file_name({"-m", "--model"}, &a::model_path,
+                       "the model: a plain GGUF (a sidecar X.powerinfer.gguf beside it is used) or an extended one"),
              file_name({"--plan"}, &a::plan_path, "the sidecar to use with a plain GGUF"),
              on_off({"--no-plan"}, &a::no_plan, true, "ignore the sidecar: llama.cpp computes every neuron"),
              {{"--sparsity"}, "MODE", "auto, dense, exact, threshold or predicted (default auto)", set_sparsity},
              on_off({"--strict"}, &a::strict, true, "a fallback is an error instead of a note"),
-             on_off({"--mapped"}, &a::mapped, true, "FFN weights stay mapped from the file instead of copied (models near the size of memory)"),
+             on_off({"--mapped"}, &a::mapped, true,
+                    "FFN weights stay mapped from the file instead of copied (models near the size of memory)"),
              on_off({"--mlock"}, &a::mlock, true, "lock the weights in memory"),
              on_off({"--no-mmap"}, &a::no_mmap, true, "read the weights instead of mapping the file"),
-             {{"-ngl", "--n-gpu-layers", "--gpu-layers"}, "N", "layers that llama.cpp puts on the GPU: a number, auto or all (default auto)", set_gpu_layers},
-             {{"--vram-budget"}, "SIZE", "GPU memory for hot neurons: GiB, or 8GiB, 512MiB, 75%; this version computes on the CPU and says so", set_vram_budget},
+             {{"-ngl", "--n-gpu-layers", "--gpu-layers"},
+              "N",
+              "layers that llama.cpp puts on the GPU: a number, auto or all (default auto)",
+              set_gpu_layers},
+             {{"--vram-budget"},
+              "SIZE",
+              "GPU memory for hot neurons: GiB, or 8GiB, 512MiB, 75%; this version computes on the CPU and says so",
+              set_vram_budget},
          }},
         {"Text",
          {
              text({"-p", "--prompt"}, "TEXT", &a::prompt, "text to continue; with -cnv the first message. None: starts from BOS"),
-             {{"-f", "--file"}, "FILE", "read the prompt from a file, byte for byte without its last newline; - is stdin", set_prompt_file},
+             {{"-f", "--file"},
+              "FILE",
+              "read the prompt from a file, byte for byte without its last newline; - is stdin",
+              set_prompt_file},
              on_off({"-e", "--escape"}, &a::escape, true, "\\n \\r \\t \\' \\\" \\\\ in -p and -sys are escapes (the default)"),
              on_off({"--no-escape"}, &a::escape, false, "-p and -sys are taken as they are"),
-             number<int32_t>({"-n", "--predict", "--n-predict"}, &a::n_predict, -2, int_max, "tokens to generate; -1: until the end of the text or of the context"),
+             number<int32_t>({"-n", "--predict", "--n-predict"}, &a::n_predict, -2, int_max,
+                             "tokens to generate; -1: until the end of the text or of the context"),
              on_off({"--ignore-eos"}, &a::ignore_eos, true, "never end the text by an end token"),
              on_off({"-i", "--interactive"}, &a::interactive, true, "after the text ends, read more text from stdin and go on"),
-             on_off({"-cnv", "--conversation"}, &a::conversation, true, "chat with the model's chat template; a line that ends in \\ continues on the next"),
+             on_off({"-cnv", "--conversation"}, &a::conversation, true,
+                    "chat with the model's chat template; a line that ends in \\ continues on the next"),
              on_off({"-no-cnv", "--no-conversation"}, &a::conversation, false, "no chat (the default)"),
              text({"-sys", "--system-prompt"}, "TEXT", &a::system_prompt, "system message of the chat"),
              on_off({"--no-display-prompt"}, &a::display_prompt, false, "don't print the prompt"),
          }},
         {"Compute",
          {
-             number<int32_t>({"-c", "--ctx-size"}, &a::n_ctx, 0, int_max, "context in tokens; 0: what the model was trained with; the default is never more than that"),
+             number<int32_t>({"-c", "--ctx-size"}, &a::n_ctx, 0, int_max,
+                             "context in tokens; 0: what the model was trained with; the default is never more than that"),
              number<int32_t>({"-b", "--batch-size"}, &a::n_batch, 1, int_max, "prompt tokens per call"),
              number<int32_t>({"-ub", "--ubatch-size"}, &a::n_ubatch, 1, int_max, "prompt tokens per graph"),
-             number<int32_t>({"-t", "--threads"}, &a::n_threads, -1, GGML_MAX_N_THREADS, "threads for generation; 0 or less: physical cores allowed"),
-             number<int32_t>({"-tb", "--threads-batch"}, &a::n_threads_batch, -1, GGML_MAX_N_THREADS, "threads for prompts; 0 or less: as --threads"),
+             number<int32_t>({"-t", "--threads"}, &a::n_threads, -1, GGML_MAX_N_THREADS,
+                             "threads for generation; 0 or less: physical cores allowed"),
+             number<int32_t>({"-tb", "--threads-batch"}, &a::n_threads_batch, -1, GGML_MAX_N_THREADS,
+                             "threads for prompts; 0 or less: as --threads"),
          }},
         {"Sampling",
          {
              number<int64_t>({"-s", "--seed"}, &a::seed, -1, 4294967295LL, "random seed; -1: a new one each time"),
-             number<float>({"--temp", "--temperature"}, &a::temp, -float_max, float_max, "temperature; 0 or less: the most likely token"),
+             number<float>({"--temp", "--temperature"}, &a::temp, -float_max, float_max,
+                           "temperature; 0 or less: the most likely token"),
              number<int32_t>({"--top-k"}, &a::top_k, -1, int_max, "keep the k most likely tokens; 0 or less: off"),
              number<float>({"--typical", "--typical-p"}, &a::typical_p, 0.0f, 1.0f, "locally typical sampling; 1: off"),
              number<float>({"--top-p"}, &a::top_p, 0.0f, 1.0f, "keep the most likely tokens up to this sum; 1: off"),
@@ -202,7 +238,9 @@ const std::vector<section> & flag_table() {
 const flag * flag_find(const std::string & name) {
     for (const section & section : flag_table()) {
         for (const flag & flag : section.flags) {
-            if (std::find(flag.names.begin(), flag.names.end(), name) != flag.names.end()) return &flag;
+            if (std::find(flag.names.begin(), flag.names.end(), name) != flag.names.end()) {
+                return &flag;
+            }
         }
     }
     return nullptr;
@@ -210,7 +248,9 @@ const flag * flag_find(const std::string & name) {
 
 size_t edit_distance(const std::string & a, const std::string & b) {
     std::vector<size_t> row(b.size() + 1);
-    for (size_t j = 0; j <= b.size(); j++) row[j] = j;
+    for (size_t j = 0; j <= b.size(); j++) {
+        row[j] = j;
+    }
     for (size_t i = 1; i <= a.size(); i++) {
         size_t diagonal = row[0];
         row[0] = i;
@@ -233,7 +273,7 @@ std::string hint(const std::string & name) {
         return "write '" + name.substr(0, equals) + " " + name.substr(equals + 1) + "'";
     }
     std::string nearest;
-    size_t distance = std::max<size_t>(2, name.size() / 3) + 1;
+    size_t distance = name.size() / 3 + 1;  // further away than this it is no slip
     for (const section & section : flag_table()) {
         for (const flag & flag : section.flags) {
             for (const std::string & candidate : flag.names) {
@@ -272,9 +312,13 @@ status arguments_parse(int argc, char ** argv, arguments & out) {
     for (int i = 1; i < argc; i++) {
         std::string name = argv[i];
         if (name.empty() || name[0] != '-') {
-            return status::error("'" + name + "': found a word that belongs to no flag; expected a flag; give the model by -m and the prompt by -p");
+            return status::error(
+                "'" + name +
+                "': found a word that belongs to no flag; expected a flag; give the model by -m and the prompt by -p");
         }
-        if (name.compare(0, 2, "--") == 0) std::replace(name.begin(), name.begin() + long(std::min(name.find('='), name.size())), '_', '-');
+        if (name.compare(0, 2, "--") == 0) {
+            std::replace(name.begin(), name.begin() + long(std::min(name.find('='), name.size())), '_', '-');
+        }
         const flag * flag = flag_find(name);
         if (flag == nullptr) {
             return status::error(name + ": found an unknown flag; expected one of --help; " + hint(name));
@@ -291,9 +335,13 @@ status arguments_parse(int argc, char ** argv, arguments & out) {
             return status::error(name + ": found '" + value + "'; expected " + expected + "; see --help");
         }
         const std::string & long_name = flag->names.back();
-        if (long_name == "--prompt" || long_name == "--file") prompt_is_typed = long_name == "--prompt";
+        if (long_name == "--prompt" || long_name == "--file") {
+            prompt_is_typed = long_name == "--prompt";
+        }
         out.given.insert(long_name);
-        if (out.help || out.version) return {};
+        if (out.help || out.version) {
+            return {};
+        }
     }
     if (out.model_path.empty()) {
         return status::error("--model: found none; expected a GGUF file; run powerinfer-main -m MODEL.gguf -p TEXT");
@@ -305,10 +353,16 @@ status arguments_parse(int argc, char ** argv, arguments & out) {
         return status::error("--no-plan: found a --sparsity that needs a plan; expected none, or dense; leave one out");
     }
     if (out.escape) {
-        if (prompt_is_typed) unescape(out.prompt);
+        if (prompt_is_typed) {
+            unescape(out.prompt);
+        }
         unescape(out.system_prompt);
     }
     return {};
+}
+
+std::string arguments_set(arguments & args, const std::string & long_name, const std::string & value) {
+    return flag_find(long_name)->set(args, value);
 }
 
 std::string arguments_help() {
@@ -324,8 +378,12 @@ std::string arguments_help() {
         out += std::string("\n") + section.title + ":\n";
         for (const flag & flag : section.flags) {
             std::string left = "  ";
-            for (const std::string & name : flag.names) left += (left.size() > 2 ? ", " : "") + name;
-            if (!flag.value.empty()) left += " " + flag.value;
+            for (const std::string & name : flag.names) {
+                left += (left.size() > 2 ? ", " : "") + name;
+            }
+            if (!flag.value.empty()) {
+                left += " " + flag.value;
+            }
             constexpr size_t column = 42;
             out += left.size() < column ? left + std::string(column - left.size(), ' ') : left + "\n" + std::string(column, ' ');
             out += flag.help + "\n";
