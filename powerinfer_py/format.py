@@ -81,10 +81,14 @@ PREDICTOR_INPUTS = ("ffn_input", "residual")
 # Source: llama.cpp, src/models (libllama 0.5.0).
 _ARCHITECTURE_ACTIVATIONS = {
     **dict.fromkeys(
-        "afmoe apertus arctic baichuan bailingmoe chameleon chatglm cogvlm cohere2 command-r deci deepseek deepseek2 dots1 "
-        "dream ernie4_5 exaone exaone4 falcon-h1 glm4 granite granitehybrid granitemoe hunyuan-dense internlm2 jais jamba "
-        "lfm2 llada llama llama4 maincoder mellum minicpm minicpm3 mistral3 mistral4 olmo olmo2 openelm orion paddleocr "
-        "pangu-embedded phi3 plamo plamo2 plamo3 qwen qwen2 qwen2moe qwen2vl qwen3 qwen35 qwen3moe qwen3next qwen3vl refact "
+        "afmoe apertus arctic baichuan bailingmoe chameleon chatglm cogvlm cohere2 command-r deci deepseek "
+        "deepseek2 dots1 "
+        "dream ernie4_5 exaone exaone4 falcon-h1 glm4 granite granitehybrid granitemoe hunyuan-dense "
+        "internlm2 jais jamba "
+        "lfm2 llada llama llama4 maincoder mellum minicpm minicpm3 mistral3 mistral4 olmo olmo2 openelm "
+        "orion paddleocr "
+        "pangu-embedded phi3 plamo plamo2 plamo3 qwen qwen2 qwen2moe qwen2vl qwen3 qwen35 qwen3moe qwen3next "
+        "qwen3vl refact "
         "seed_oss smollm3 stablelm xverse".split(),
         "silu",
     ),
@@ -144,7 +148,8 @@ class Rows:
             return cls(row_type, quantize(np.ascontiguousarray(values, np.float32), row_type), n)
         except NotImplementedError:
             raise FormatError(
-                f"rows: type {row_type_name(row_type)} can't be written here; expected f32, f16, bf16, q8_0, q4_0, q4_1, q5_0 or q5_1; "
+                f"rows: type {row_type_name(row_type)} can't be written here; "
+                "expected f32, f16, bf16, q8_0, q4_0, q4_1, q5_0 or q5_1; "
                 "choose one of them."
             ) from None
 
@@ -268,13 +273,15 @@ class Plan:
     def _base_beside(self) -> Path:
         if not self.base_file or self.path is None:
             raise FormatError(
-                f"{self.path or 'plan'}: has neither {KEYS['base_file']} nor an embedded base model; expected one of them; "
+                f"{self.path or 'plan'}: has neither {KEYS['base_file']} nor an embedded base model; "
+                "expected one of them; "
                 "name the base model."
             )
         base = self.path.parent / self.base_file
         if not base.is_file():
             raise FormatError(
-                f"{self.path}: {KEYS['base_file']} is '{self.base_file}' but {base} isn't a file; expected the base model there; "
+                f"{self.path}: {KEYS['base_file']} is '{self.base_file}' but {base} isn't a file; "
+                "expected the base model there; "
                 "put it beside the plan or name it."
             )
         return base
@@ -367,7 +374,9 @@ class BaseModel:
         self.files = [first, *self._other_parts(first)]
         self.architecture = _architecture(first)
         if not self.architecture:
-            raise FormatError(f"{self.where}: {KEYS['architecture']} is missing; expected a model; give the base model's GGUF.")
+            raise FormatError(
+                f"{self.where}: {KEYS['architecture']} is missing; expected a model; give the base model's GGUF."
+            )
         if self.architecture == ARCHITECTURE:
             raise FormatError(
                 f"{self.where}: is an extended GGUF; expected a base model; give the stock GGUF that belongs to it."
@@ -492,7 +501,8 @@ class BaseModel:
         value = self.files[0].get_int(key)
         if value is None or not 1 <= value <= most:
             raise FormatError(
-                f"{self.where}: {key} is missing or not in 1 .. {most}; expected a language model; give the base model's GGUF."
+                f"{self.where}: {key} is missing or not in 1 .. {most}; expected a language model; "
+                "give the base model's GGUF."
             )
         return value
 
@@ -503,14 +513,16 @@ class BaseModel:
             return []
         if first.offset:
             raise FormatError(
-                f"{first.where}: is one part of a split model; expected a whole one; pack the plan again (powerinfer pack)."
+                f"{first.where}: is one part of a split model; expected a whole one; "
+                "pack the plan again (powerinfer pack)."
             )
         tail = f"-00001-of-{n_parts:05d}.gguf"
         name = str(first.path)
         number = first.get_int("split.no")
         if number != 0 or not name.endswith(tail):
             raise FormatError(
-                f"{first.where}: is part {(number or 0) + 1} of a model in {n_parts} parts; expected the first part, named *{tail}; "
+                f"{first.where}: is part {(number or 0) + 1} of a model in {n_parts} parts; "
+                f"expected the first part, named *{tail}; "
                 "give that file."
             )
         stem = name[: -len(tail)]
@@ -607,7 +619,8 @@ def check_base(plan: Plan, model: BaseModel) -> None:
     for i, layer in enumerate(plan.layers):
         if layer.n_ff and (digest := model.digest(i)) != layer.digest:
             raise PlanError(
-                f"{where}: layer {i}'s FFN has digest {digest[:12]}... in the base model {model.where}; the plan was made for "
+                f"{where}: layer {i}'s FFN has digest {digest[:12]}... in the base model {model.where}; "
+                "the plan was made for "
                 f"{layer.digest[:12]}...; {_USE_BASE}"
             )
 
@@ -630,7 +643,8 @@ def check_shapes(plan: Plan, model: BaseModel) -> None:
         )
     if (model.n_layer, model.n_embd) != (plan.n_layer, plan.n_embd):
         raise PlanError(
-            f"{where}: the base model {model.where} has {model.n_layer} layers of width {model.n_embd}; the plan was made for "
+            f"{where}: the base model {model.where} has {model.n_layer} layers of width {model.n_embd}; "
+            "the plan was made for "
             f"{plan.n_layer} of width {plan.n_embd}; {_USE_BASE}"
         )
     for i, layer in enumerate(plan.layers):
@@ -640,14 +654,16 @@ def check_shapes(plan: Plan, model: BaseModel) -> None:
         wished = ["gate", "up", "down"] if plan.gated else ["up", "down"]
         if list(ffn) != wished:
             raise PlanError(
-                f"{where}: layer {i}'s FFN in the base model {model.where} has {', '.join(ffn) or 'nothing'}; the plan was made for "
+                f"{where}: layer {i}'s FFN in the base model {model.where} has {', '.join(ffn) or 'nothing'}; "
+                "the plan was made for "
                 f"{', '.join(wished)}; {_USE_BASE}"
             )
         for name, tensor in ffn.items():
             ne = (layer.n_ff, plan.n_embd) if name == "down" else (plan.n_embd, layer.n_ff)
             if tensor.ne != ne:
                 raise PlanError(
-                    f"{where}: layer {i}'s {name} in the base model {model.where} has shape {list(tensor.ne)}; the plan was made for "
+                    f"{where}: layer {i}'s {name} in the base model {model.where} has shape {list(tensor.ne)}; "
+                    "the plan was made for "
                     f"{list(ne)}; {_USE_BASE}"
                 )
 
@@ -703,7 +719,8 @@ class _PlanReader:
         version = self.scalar("format_version", "u32")
         if not 1 <= version <= FORMAT_VERSION:
             raise self.error(
-                f"{KEYS['format_version']} is {version}; this build reads up to {FORMAT_VERSION}. Convert the model again."
+                f"{KEYS['format_version']} is {version}; "
+                f"this build reads up to {FORMAT_VERSION}. Convert the model again."
             )
         alignment = self.file.get(KEYS["alignment"], ALIGNMENT)
         if alignment != ALIGNMENT:
@@ -717,7 +734,9 @@ class _PlanReader:
         gated = self.boolean("ffn_gated")
         activation = self.choice("ffn_activation", ACTIVATIONS)
         if activation == "drelu" and not gated:
-            raise self.error(f"{KEYS['ffn_activation']} is drelu and {KEYS['ffn_gated']} is false; expected a gated FFN; {_PLAN_AGAIN}")
+            raise self.wrong(
+                f"{KEYS['ffn_activation']} is drelu and {KEYS['ffn_gated']} is false; expected a gated FFN"
+            )
         predictor_input = self.choice("predictor_input", PREDICTOR_INPUTS, default="ffn_input")
         loss = self.scalar("ffn_loss", "f32", default=None)
         if loss is not None and not np.isfinite(loss):
@@ -751,25 +770,28 @@ class _PlanReader:
     def error(self, text: str) -> FormatError:
         return FormatError(f"{self.path}: {text}")
 
+    def wrong(self, text: str) -> FormatError:
+        return self.error(f"{text}; {_PLAN_AGAIN}")
+
     def expected(self, name: str, found: object, expected: object, i_layer: int | None = None) -> FormatError:
         layer = "" if i_layer is None else f" of layer {i_layer}"
         shown = repr(found[:80]) if isinstance(found, str) else found
-        return self.error(f"{KEYS[name]}{layer} is {shown}; expected {expected}; {_PLAN_AGAIN}")
+        return self.wrong(f"{KEYS[name]}{layer} is {shown}; expected {expected}")
 
     def value(self, name: str, type_name: str, is_array: bool, required: bool) -> Any:
         value = self.file.values.get(KEYS[name])
         if value is None:
             if required:
-                raise self.error(f"{KEYS[name]} is missing; an extended GGUF must have it; {_PLAN_AGAIN}")
+                raise self.wrong(f"{KEYS[name]} is missing; an extended GGUF must have it")
             return None
         if (value.type, value.is_array) != (type_name, is_array):
             kinds = {False: "of type ", True: "an array of "}
-            raise self.error(
-                f"{KEYS[name]} is {kinds[value.is_array]}{value.type}; expected {kinds[is_array].removeprefix('of type ')}{type_name}; "
-                f"{_PLAN_AGAIN}"
+            raise self.wrong(
+                f"{KEYS[name]} is {kinds[value.is_array]}{value.type}; "
+                f"expected {kinds[is_array].removeprefix('of type ')}{type_name}"
             )
         if is_array and value.n != self.n_layer:
-            raise self.error(f"{KEYS[name]} has {value.n} values; expected {self.n_layer}, one per layer; {_PLAN_AGAIN}")
+            raise self.wrong(f"{KEYS[name]} has {value.n} values; expected {self.n_layer}, one per layer")
         return self.file.get(KEYS[name])
 
     def scalar(self, name: str, type_name: str, default: Any = ...) -> Any:
@@ -837,17 +859,17 @@ class _PlanReader:
             if name == TENSORS["base"]:
                 continue
             if match is None or match[2] not in rests:
-                raise self.error(f"tensor {name!r} isn't part of format version {FORMAT_VERSION}; {_PLAN_AGAIN}")
+                raise self.wrong(f"tensor {name!r} isn't part of format version {FORMAT_VERSION}")
             i_layer = int(match[1])
             if i_layer >= self.n_layer:
-                raise self.error(
-                    f"tensor {name} belongs to layer {i_layer}; expected layers 0 .. {self.n_layer - 1} ({KEYS['block_count']}); "
-                    f"{_PLAN_AGAIN}"
+                raise self.wrong(
+                    f"tensor {name} belongs to layer {i_layer}; "
+                    f"expected layers 0 .. {self.n_layer - 1} ({KEYS['block_count']})"
                 )
             if n_ff[i_layer] == 0:
-                raise self.error(
-                    f"tensor {name} belongs to layer {i_layer}, which the plan doesn't cover ({KEYS['feed_forward_length']} is 0); "
-                    f"{_PLAN_AGAIN}"
+                raise self.wrong(
+                    f"tensor {name} belongs to layer {i_layer}, which the plan doesn't cover "
+                    f"({KEYS['feed_forward_length']} is 0)"
                 )
 
     def embedded_base(self) -> tuple[int, int]:
@@ -857,7 +879,8 @@ class _PlanReader:
             return 0, 0
         if tensor.type != GGMLQuantizationType.I8 or tensor.rows_shape[0] != 1 or tensor.offset % ALIGNMENT:
             raise self.error(
-                f"tensor base is {tensor.type_name} {list(tensor.ne)} at byte {tensor.offset}; expected i8 [size] at a multiple of "
+                f"tensor base is {tensor.type_name} {list(tensor.ne)} at byte {tensor.offset}; "
+                "expected i8 [size] at a multiple of "
                 f"{ALIGNMENT}; pack the plan again (powerinfer pack)."
             )
         GgufFile(self.path, offset=tensor.offset, size=tensor.n_bytes)
@@ -869,15 +892,16 @@ class _PlanReader:
         order = self.vector("neuron_order", i_layer, GGMLQuantizationType.I32, n_ff)
         if order is not None and not np.array_equal(np.sort(order), np.arange(n_ff, dtype=np.int32)):
             position, row = _first_wrong(order)
-            raise self.error(
-                f"layer {i_layer}'s neuron_order has {row} at position {position}; expected each of 0 .. {n_ff - 1} once; {_PLAN_AGAIN}"
+            raise self.wrong(
+                f"layer {i_layer}'s neuron_order has {row} at position {position}; "
+                f"expected each of 0 .. {n_ff - 1} once"
             )
         frequency = self.vector("neuron_frequency", i_layer, GGMLQuantizationType.F32, n_ff)
         if frequency is not None and not np.all((frequency >= 0) & (frequency <= 1)):
             position = int(np.argmin((frequency >= 0) & (frequency <= 1)))
-            raise self.error(
+            raise self.wrong(
                 f"layer {i_layer}'s neuron_frequency is {frequency[position]} at position {position}; "
-                f"expected a share from 0 to 1; {_PLAN_AGAIN}"
+                f"expected a share from 0 to 1"
             )
         fc1, fc2 = self.predictor(i_layer, layer["predictor"], n_ff)
         return {
@@ -893,17 +917,18 @@ class _PlanReader:
         found = [name for name in names if name in self.file.tensors]
         if kind == "none":
             if found:
-                raise self.error(
-                    f"layer {i_layer} has predictor tensors but {KEYS['predictor_kind']} is none; expected mlp or linear; {_PLAN_AGAIN}"
+                raise self.wrong(
+                    f"layer {i_layer} has predictor tensors but {KEYS['predictor_kind']} is none; "
+                    "expected mlp or linear"
                 )
             return None, None
         if len(found) < len(names):
             missing = next(name for name in names if name not in found)
-            raise self.error(f"layer {i_layer}'s {KEYS['predictor_kind']} is {kind} but {missing} is missing; {_PLAN_AGAIN}")
+            raise self.wrong(f"layer {i_layer}'s {KEYS['predictor_kind']} is {kind} but {missing} is missing")
         rank = (*self.file.tensors[names[0]].ne, 1)[1]
         if not 1 <= rank <= self.n_embd:
-            raise self.error(
-                f"layer {i_layer}'s predictor has rank {rank}; expected 1 .. {self.n_embd} ({KEYS['embedding_length']}); {_PLAN_AGAIN}"
+            raise self.wrong(
+                f"layer {i_layer}'s predictor has rank {rank}; expected 1 .. {self.n_embd} ({KEYS['embedding_length']})"
             )
         return self.rows("predictor_fc1", i_layer, self.n_embd, rank), self.rows("predictor_fc2", i_layer, rank, n_ff)
 
@@ -912,9 +937,9 @@ class _PlanReader:
         if tensor is None:
             return None
         if tensor.type != row_type or tensor.ne[0] != n or tensor.rows_shape[0] != 1:
-            raise self.error(
-                f"layer {i_layer}'s {tensor.name} is {tensor.type_name} {list(tensor.ne)}; expected {row_type_name(row_type)} [{n}]; "
-                f"{_PLAN_AGAIN}"
+            raise self.wrong(
+                f"layer {i_layer}'s {tensor.name} is {tensor.type_name} {list(tensor.ne)}; "
+                f"expected {row_type_name(row_type)} [{n}]"
             )
         return np.array(self.file.array(tensor.name)).reshape(n)
 
@@ -923,12 +948,10 @@ class _PlanReader:
         if tensor is None:
             return None
         if (*tensor.ne, 1, 1, 1)[:4] != (ne0, ne1, 1, 1):
-            raise self.error(
-                f"layer {i_layer}'s {tensor.name} has shape {list(tensor.ne)}; expected {[ne0, ne1]}; {_PLAN_AGAIN}"
-            )
+            raise self.wrong(f"layer {i_layer}'s {tensor.name} has shape {list(tensor.ne)}; expected {[ne0, ne1]}")
         if tensor.type not in _WEIGHT_TYPES:
-            raise self.error(
-                f"layer {i_layer}'s {tensor.name} is of type {tensor.type_name}; expected a type that holds weights; {_PLAN_AGAIN}"
+            raise self.wrong(
+                f"layer {i_layer}'s {tensor.name} is of type {tensor.type_name}; expected a type that holds weights"
             )
         data = self.file.array(tensor.name)
         return Rows(tensor.type, data.reshape(ne1, -1), ne0)
@@ -1065,7 +1088,11 @@ def _plan_arrays(plan: Plan) -> Iterator[tuple[str, np.ndarray, GGMLQuantization
             yield TENSORS["neuron_order"] % i, layer.neuron_order.astype(np.int32), None
         if layer.neuron_frequency is not None:
             yield TENSORS["neuron_frequency"] % i, layer.neuron_frequency.astype(np.float32), None
-        for name, rows in (("ffn_down_t", layer.ffn_down_t), ("predictor_fc1", layer.fc1), ("predictor_fc2", layer.fc2)):
+        for name, rows in (
+            ("ffn_down_t", layer.ffn_down_t),
+            ("predictor_fc1", layer.fc1),
+            ("predictor_fc2", layer.fc2),
+        ):
             if rows is not None:
                 yield TENSORS[name] % i, rows.data, rows.row_type
 
@@ -1108,7 +1135,8 @@ def header_text() -> str:
         A C++ header with every key and tensor name and every constant of the format.
     """
     lines = [
-        "// Key and tensor names and constants of extended GGUF. Generated from powerinfer_py/format.py: don't edit, run",
+        "// Key and tensor names and constants of extended GGUF. Generated from powerinfer_py/format.py: "
+        "don't edit, run",
         "// python -m powerinfer_py.format --write-header ggml/src/format-keys.h",
         "#pragma once",
         "",
@@ -1131,7 +1159,9 @@ def header_text() -> str:
         ("predictor_kinds", PREDICTOR_KINDS),
         ("predictor_inputs", PREDICTOR_INPUTS),
     ):
-        lines.append(f"inline constexpr const char * {name}[] = {{{', '.join(f'{chr(34)}{v}{chr(34)}' for v in values)}}};")
+        lines.append(
+            f"inline constexpr const char * {name}[] = {{{', '.join(f'{chr(34)}{v}{chr(34)}' for v in values)}}};"
+        )
     lines += ["", "}  // namespace powerinfer::format", ""]
     return "\n".join(lines)
 

@@ -126,7 +126,9 @@ class GgufFile:
             # numpy can't map an empty file
             whole = np.memmap(self.path, np.uint8, "r") if n_bytes else np.zeros(0, np.uint8)
         except OSError as error:
-            raise self._error(f"can't be opened ({error.strerror}); expected a readable file; check the path.") from None
+            raise self._error(
+                f"can't be opened ({error.strerror}); expected a readable file; check the path."
+            ) from None
         self._bytes = whole[offset : n_bytes if size is None else offset + size]
         self._buffer = memoryview(self._bytes)
         self.size = len(self._bytes)
@@ -252,7 +254,8 @@ class GgufFile:
             raise self._error(f"GGUF version is {version}; this build reads 2 and 3; convert the model again.")
         if n_keys > MAX_KEYS or n_tensors > MAX_TENSORS:
             raise self._error(
-                f"announces {n_keys} keys and {n_tensors} tensors; expected at most {MAX_KEYS} and {MAX_TENSORS}; {COPY_AGAIN}"
+                f"announces {n_keys} keys and {n_tensors} tensors; expected at most {MAX_KEYS} and {MAX_TENSORS}; "
+                f"{COPY_AGAIN}"
             )
         at = HEADER_BYTES
         place = ""
@@ -265,7 +268,8 @@ class GgufFile:
                 at = self._parse_tensor(at)
         except (struct.error, OverflowError):
             raise self._error(
-                f"the file ends, or has an impossible size, inside {place} of its header; it is truncated or damaged; {COPY_AGAIN}"
+                f"the file ends, or has an impossible size, inside {place} of its header; it is truncated or damaged; "
+                f"{COPY_AGAIN}"
             ) from None
         self._place_tensors(at)
 
@@ -315,10 +319,13 @@ class GgufFile:
         (n_dims,) = struct.unpack_from("<I", self._buffer, at)
         if len(name.encode()) > MAX_NAME_BYTES:
             raise self._error(
-                f"tensor name {_shown(name)} has {len(name.encode())} bytes; expected at most {MAX_NAME_BYTES}; {COPY_AGAIN}"
+                f"tensor name {_shown(name)} has {len(name.encode())} bytes; expected at most {MAX_NAME_BYTES}; "
+                f"{COPY_AGAIN}"
             )
         if n_dims > MAX_DIMS:
-            raise self._error(f"tensor {_shown(name)} has {n_dims} dimensions; expected at most {MAX_DIMS}; {COPY_AGAIN}")
+            raise self._error(
+                f"tensor {_shown(name)} has {n_dims} dimensions; expected at most {MAX_DIMS}; {COPY_AGAIN}"
+            )
         ne = struct.unpack_from(f"<{n_dims}q", self._buffer, at + 4) or (1,)
         at += 4 + 8 * n_dims
         number, offset = struct.unpack_from("<IQ", self._buffer, at)
@@ -337,7 +344,8 @@ class GgufFile:
         block, block_bytes = GGML_QUANT_SIZES[row_type]
         if ne[0] % block:
             raise self._error(
-                f"tensor {_shown(name)} has rows of {ne[0]} values; {row_type_name(row_type)} needs a multiple of {block}; {COPY_AGAIN}"
+                f"tensor {_shown(name)} has rows of {ne[0]} values; "
+                f"{row_type_name(row_type)} needs a multiple of {block}; {COPY_AGAIN}"
             )
         if name in self.tensors:
             raise self._error(f"tensor {_shown(name)} is there twice; expected once; {COPY_AGAIN}")
@@ -356,11 +364,13 @@ class GgufFile:
         for tensor in self.tensors.values():
             if tensor.offset % alignment:
                 raise self._error(
-                    f"tensor {_shown(tensor.name)} has offset {tensor.offset}; expected a multiple of {alignment}; {COPY_AGAIN}"
+                    f"tensor {_shown(tensor.name)} has offset {tensor.offset}; expected a multiple of {alignment}; "
+                    f"{COPY_AGAIN}"
                 )
             if data_at + tensor.offset + tensor.n_bytes > self.size:
                 raise self._error(
-                    f"tensor {_shown(tensor.name)} ({tensor.n_bytes} bytes at offset {tensor.offset}) ends past the end of "
+                    f"tensor {_shown(tensor.name)} ({tensor.n_bytes} bytes at offset {tensor.offset}) ends past the end "
+                    "of "
                     f"the file ({self.size} bytes); the file is truncated or damaged; {COPY_AGAIN}"
                 )
         self.tensors = {

@@ -11,7 +11,7 @@ import pytest
 # The tests' own helper modules; the package under test is the installed one.
 sys.path.insert(0, str(Path(__file__).parent))
 
-import tiny_models  # noqa: E402
+import tiny_models
 
 
 @pytest.fixture(scope="session")

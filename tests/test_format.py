@@ -40,7 +40,9 @@ class Fields:
 
     def __init__(self, path: Path) -> None:
         file = GgufFile(path)
-        self.keys = {key: (value.type, file.get(key)) for key, value in file.values.items() if key != "general.architecture"}
+        self.keys = {
+            key: (value.type, file.get(key)) for key, value in file.values.items() if key != "general.architecture"
+        }
         self.tensors = {
             name: (np.array(file.array(name)), tensor.type if file.array(name).dtype == np.uint8 else None)
             for name, tensor in file.tensors.items()
@@ -167,7 +169,9 @@ def test_plan_is_read_as_written(model: Path, tmp_path: Path) -> None:
         fc2=pi_format.Rows.of(rng.standard_normal((96, 8), np.float32)),
     )
     layers = (first, pi_format.PlanLayer(), bare.layers[2])
-    plan = dataclasses.replace(bare, layers=layers, loss=0.015625, corpus="caf\u00e9", predictor_input="residual", activation="relu_sqr")
+    plan = dataclasses.replace(
+        bare, layers=layers, loss=0.015625, corpus="caf\u00e9", predictor_input="residual", activation="relu_sqr"
+    )
     path = pi_format.write_plan(plan, tmp_path / "all.powerinfer.gguf")
     read = pi_format.read_plan(path)
     assert read.path == path and not read.is_embedded
@@ -261,7 +265,12 @@ def test_written_file_is_whole_or_absent(model: Path, plan_path: Path) -> None:
 
 
 def test_bare_plan_covers_every_dense_layer(tiny_model: Callable[..., Path]) -> None:
-    for arch, activation, gated in (("llama", "silu", True), ("gpt2", "gelu", False), ("falcon", "gelu", False), ("mpt", "gelu", False)):
+    for arch, activation, gated in (
+        ("llama", "silu", True),
+        ("gpt2", "gelu", False),
+        ("falcon", "gelu", False),
+        ("mpt", "gelu", False),
+    ):
         plan = pi_format.bare_plan(tiny_model(arch))
         assert (plan.activation, plan.gated, plan.base_architecture) == (activation, gated, arch)
         assert [layer.n_ff for layer in plan.layers] == [256] * 4
@@ -334,7 +343,9 @@ def test_sidecar_is_found_beside_the_model(tmp_path: Path) -> None:
         assert pi_format.find_sidecar(tmp_path / name) == (expected and tmp_path / expected)
 
 
-def test_other_weights_of_the_same_shape_are_refused_with_the_layer(model: Path, plan_path: Path, tmp_path: Path) -> None:
+def test_other_weights_of_the_same_shape_are_refused_with_the_layer(
+    model: Path, plan_path: Path, tmp_path: Path
+) -> None:
     content = bytearray(model.read_bytes())
     down = GgufFile(model).tensors["blk.2.ffn_down.weight"]
     content[down.offset + 100] ^= 1
@@ -391,7 +402,7 @@ def floats(*shape: int) -> np.ndarray:
 
 
 DAMAGES = {
-    "version 3": (set_key("format_version", 3), "powerinfer.format_version is 3; this build reads up to 1. Convert the model again."),
+    "version 3": (set_key("format_version", 3), "format_version is 3; this build reads up to 1. Convert the model again."),
     "version 0": (set_key("format_version", 0), "format_version is 0"),
     "version as i32": (set_key("format_version", 1, "i32"), "i32; expected u32"),
     "alignment 128": (set_key("alignment", 128), "is 128; expected 64"),
@@ -407,23 +418,23 @@ DAMAGES = {
     "threshold inf": (set_key("ffn_threshold", [0.0, float("inf"), 0.0]), "of layer 1 is inf"),
     "threshold negative": (set_key("ffn_threshold", [0.0, 0.0, -1.5]), "of layer 2 is -1.5"),
     "threshold scalar": (set_key("ffn_threshold", 0.5), "expected an array of f32"),
-    "predictor threshold": (set_key("predictor_threshold", [0.0, float("-inf"), 0.0]), "of layer 1 is -inf; expected a finite number;"),
+    "predictor threshold": (set_key("predictor_threshold", [0.0, float("-inf"), 0.0]), "is -inf; expected a finite number;"),
     "recall": (set_key("predictor_recall", [0.0, 1.5, 0.0], "f32"), "of layer 1 is 1.5; expected a finite number from 0 to 1"),
     "loss": (set_key("ffn_loss", float("nan")), "powerinfer.ffn.loss is nan"),
     "tokens as u32": (set_key("profile_tokens", [1, 1, 1], "u32"), "an array of u32; expected an array of u64"),
     "kind": (set_key("predictor_kind", ["linear", "tree", "linear"]), "of layer 1 is 'tree'"),
-    "kind without tensors": (drop_tensor("blk.1.predictor.fc1.weight"), "layer 1's powerinfer.predictor.kind is linear but blk.1.predictor.fc1.weight is missing"),
+    "kind without tensors": (drop_tensor("blk.1.predictor.fc1.weight"), "is linear but blk.1.predictor.fc1.weight is missing"),
     "tensors without kind": (set_key("predictor_kind", ["linear", "none", "linear"]), "layer 1 has predictor tensors"),
     "input": (set_key("predictor_input", "attention"), "'attention'"),
     "digest": (set_key("base_ffn_digest", ["a" * 64, "xyz", "a" * 64]), "of layer 1 is 'xyz'; expected 64 hexadecimal digits"),
     "order twice": (set_tensor("blk.1.neuron_order", np.zeros(96, np.int32)), "layer 1's neuron_order has 0 at position 1"),
-    "order out of range": (set_tensor("blk.1.neuron_order", np.arange(1, 97, dtype=np.int32)), "has 96 at position 95; expected each of 0 .. 95 once"),
+    "order out of range": (set_tensor("blk.1.neuron_order", np.arange(1, 97, dtype=np.int32)), "has 96 at position 95; expected each of"),
     "order of floats": (set_tensor("blk.1.neuron_order", floats(96)), "is f32 [96]; expected i32 [96]"),
     "frequency 2": (set_tensor("blk.1.neuron_frequency", floats(96) + 2), "neuron_frequency is 2"),
     "frequency nan": (set_tensor("blk.1.neuron_frequency", floats(96) + np.float32("nan")), "neuron_frequency is nan"),
     "frequency short": (set_tensor("blk.1.neuron_frequency", floats(95)), "is f32 [95]; expected f32 [96]"),
-    "predictor short": (set_tensor("blk.1.predictor.fc2.weight", floats(95, 8)), "layer 1's blk.1.predictor.fc2.weight has shape [8, 95]; expected [8, 96]"),
-    "rank above n_embd": (set_tensor("blk.1.predictor.fc1.weight", floats(65, 64)), "layer 1's predictor has rank 65; expected 1 .. 64"),
+    "predictor short": (set_tensor("blk.1.predictor.fc2.weight", floats(95, 8)), "has shape [8, 95]; expected [8, 96]"),
+    "rank above n_embd": (set_tensor("blk.1.predictor.fc1.weight", floats(65, 64)), "predictor has rank 65; expected 1 .. 64"),
     "down_t transposed": (set_tensor("blk.0.ffn_down_t.weight", floats(64, 96)), "[96, 64]; expected [64, 96]"),
     "down_t of integers": (set_tensor("blk.0.ffn_down_t.weight", np.zeros((96, 64), np.int32)), "is of type i32"),
     "layer out of range": (set_tensor("blk.3.neuron_order", np.zeros(96, np.int32)), "belongs to layer 3; expected layers 0 .. 2"),
@@ -448,8 +459,9 @@ def test_file_against_the_format_is_refused(name: str, plan_path: Path, model: P
 
 @pytest.mark.parametrize(
     "key",
-    ["format_version", "base_architecture", "block_count", "embedding_length", "feed_forward_length", "ffn_activation", "ffn_gated", "base_ffn_digest"],
-)  # fmt: skip
+    "format_version base_architecture block_count embedding_length feed_forward_length ffn_activation ffn_gated "
+    "base_ffn_digest".split(),
+)
 def test_missing_key_is_named(key: str, plan_path: Path, model: Path, tmp_path: Path) -> None:
     fields = Fields(plan_path)
     del fields.keys[pi_format.KEYS[key]]

@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiny_models
+from powerinfer_py.tools import inspect_model
 
 from powerinfer_py import cli
 from powerinfer_py import format as pi_format
 from powerinfer_py.errors import FormatError, OptionError
-from powerinfer_py.tools import inspect_model
 
 MAX_COLUMNS = 100
 
@@ -40,12 +40,19 @@ def full_plan(model: Path, **changes: object) -> Path:
         neuron_frequency=np.repeat(np.float32([1.0, 0.0]), [32, 224]),
     )
     layers = (layer, pi_format.PlanLayer(), dataclasses.replace(plan.layers[2], ffn_down_t=None))
-    return pi_format.write_plan(dataclasses.replace(plan, layers=layers, loss=0.0185, corpus="answers", **changes), path)
+    return pi_format.write_plan(
+        dataclasses.replace(plan, layers=layers, loss=0.0185, corpus="answers", **changes), path
+    )
 
 
 def test_plan_report(model: Path) -> None:
     report = inspect_model.inspect(full_plan(model))
-    assert (report.kind, report.architecture, report.n_embd, report.activation) == ("sidecar", "llama", 64, "silu, gated")
+    assert (report.kind, report.architecture, report.n_embd, report.activation) == (
+        "sidecar",
+        "llama",
+        64,
+        "silu, gated",
+    )
     assert report.base == str(model) and not report.problems and not report.notes
     assert report.loss == "Calibration measured that the plan's thresholds change perplexity by +1.85 %."
     assert report.profile == "20480 tokens of answers"
@@ -125,7 +132,9 @@ def test_equal_reasons_share_a_line(tiny_model: Callable[..., Path], capsys: pyt
 def test_json_holds_the_report(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = full_plan(model)
     assert cli.main(["inspect", str(path), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(dataclasses.asdict(inspect_model.inspect(path))))
+    assert json.loads(capsys.readouterr().out) == json.loads(
+        json.dumps(dataclasses.asdict(inspect_model.inspect(path)))
+    )
 
 
 def test_picture_needs_frequencies(model: Path, tmp_path: Path) -> None:

@@ -10,11 +10,11 @@ import llama_cpp
 import numpy as np
 import pytest
 import tiny_models
+from powerinfer_py.tools import pack_plan
 
 from powerinfer_py import _core, cli
 from powerinfer_py import format as pi_format
 from powerinfer_py.errors import FormatError, OptionError, PlanError
-from powerinfer_py.tools import pack_plan
 
 
 def logits(path: Path) -> np.ndarray:
@@ -40,7 +40,9 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def sidecar(model: Path) -> Path:
-    return tiny_models.write_tiny_plan(model, order_seed=1, frequency=True, predictor="linear", threshold=0.1, loss=0.01)
+    return tiny_models.write_tiny_plan(
+        model, order_seed=1, frequency=True, predictor="linear", threshold=0.1, loss=0.01
+    )
 
 
 def test_packed_file_is_taken_apart_into_what_it_was_made_of(model: Path, sidecar: Path, tmp_path: Path) -> None:
@@ -77,7 +79,9 @@ def test_split_model_is_merged(tmp_path: Path) -> None:
     assert set(keys) == set(pi_format.GgufFile(whole).values)
 
 
-def test_what_cannot_be_packed_is_refused(model: Path, sidecar: Path, tmp_path: Path, tiny_model: Callable[..., Path]) -> None:
+def test_what_cannot_be_packed_is_refused(
+    model: Path, sidecar: Path, tmp_path: Path, tiny_model: Callable[..., Path]
+) -> None:
     packed = tmp_path / "packed.powerinfer.gguf"
     with pytest.raises(PlanError, match="layer 0's FFN has digest"):
         pack_plan.pack(tiny_model(seed=5), sidecar, packed)
@@ -133,7 +137,9 @@ def test_plan_is_rebound_to_another_quantization(sidecar: Path, tmp_path: Path) 
         assert layer.digest != old.digest
 
 
-def test_plan_is_not_rebound_to_other_shapes_or_with_weights_of_its_own(model: Path, sidecar: Path, tmp_path: Path) -> None:
+def test_plan_is_not_rebound_to_other_shapes_or_with_weights_of_its_own(
+    model: Path, sidecar: Path, tmp_path: Path
+) -> None:
     output = tmp_path / "new.powerinfer.gguf"
     other = tiny_models.write_tiny_model(tmp_path / "other.gguf", n_ff=96)
     with pytest.raises(PlanError, match="layer 0's gate"):
@@ -163,7 +169,9 @@ def test_command_line(model: Path, sidecar: Path, tmp_path: Path, capsys: pytest
     assert "n.powerinfer.gguf" in capsys.readouterr().out
     assert cli.main(["rebind", str(sidecar), str(model), "-o", str(tmp_path / "r.powerinfer.gguf")]) == 0
     captured = capsys.readouterr()
-    assert "loss (1.00 %) was measured with the old base" in captured.err and "m.gguf is looked for beside" in captured.err
+    assert (
+        "loss (1.00 %) was measured with the old base" in captured.err and "m.gguf is looked for beside" in captured.err
+    )
     assert cli.main(["pack", str(model), "-o", str(packed)]) == 1
     assert "1 files; expected 2" in capsys.readouterr().err
     assert cli.main(["rebind", str(model), str(model), "-o", str(tmp_path / "x.gguf")]) == 1

@@ -142,7 +142,9 @@ def write_tiny_model(
         writer.add_expert_used_count(2)
     _add_vocab(writer, n_vocab)
 
-    def matrix(name: str, *shape: int, gain: float = 1.0, kind: GGMLQuantizationType = GGMLQuantizationType.F32) -> None:
+    def matrix(
+        name: str, *shape: int, gain: float = 1.0, kind: GGMLQuantizationType = GGMLQuantizationType.F32
+    ) -> None:
         values = rng.standard_normal(shape, np.float32) * np.float32(gain / np.sqrt(shape[-1]))
         kind = pi_format.derived_row_type(kind, shape[-1])
         writer.add_tensor(name, quantize_rows(values, kind), raw_dtype=kind)

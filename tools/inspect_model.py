@@ -140,7 +140,9 @@ def inspect(file: Path, base: Path | None = None) -> Report:
     """
     if not pi_format.is_extended(file):
         if base is not None:
-            raise OptionError(f"--base: {base}; expected a plan to use it with, but {file} is a stock model; leave it out.")
+            raise OptionError(
+                f"--base: {base}; expected a plan to use it with, but {file} is a stock model; leave it out."
+            )
         return _inspect_model(file)
     plan = pi_format.read_plan(file)
     notes, problems = [], []
@@ -197,18 +199,28 @@ def plot_activations(plan: pi_format.Plan, output: Path) -> None:
     """
     curves = [(i, _cumulative(layer)) for i, layer in enumerate(plan.layers) if layer.neuron_frequency is not None]
     if not curves:
-        raise OptionError(f"--plot: {plan.path} has no neuron frequencies; expected a profiled plan; make one (powerinfer profile).")
+        raise OptionError(
+            f"--plot: {plan.path} has no neuron frequencies; expected a profiled plan; make one (powerinfer profile)."
+        )
     try:
         from matplotlib import colormaps
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise OptionError("--plot: matplotlib isn't installed; expected it; pip install 'powerinfer_py[plot]'.") from None
+        raise OptionError(
+            "--plot: matplotlib isn't installed; expected it; pip install 'powerinfer_py[plot]'."
+        ) from None
     figure = Figure(figsize=(7, 5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     for i, curve in curves:
-        axes.plot(np.linspace(0, 1, len(curve)), curve, color=colormaps["viridis"](i / max(plan.n_layer - 1, 1)), linewidth=1, label=f"{i}")
+        axes.plot(
+            np.linspace(0, 1, len(curve)),
+            curve,
+            color=colormaps["viridis"](i / max(plan.n_layer - 1, 1)),
+            linewidth=1,
+            label=f"{i}",
+        )
     axes.axhline(HOT_SHARE, color="gray", linewidth=0.5, linestyle="--")
     axes.set(xlim=(0, 1), ylim=(0, 1), xlabel="share of neurons, hot first", ylabel="cumulative share of activations")
     axes.legend(title="layer", fontsize=6, ncols=1 + len(curves) // 16)
@@ -219,10 +231,16 @@ def plot_activations(plan: pi_format.Plan, output: Path) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `powerinfer inspect`."""
     parser.add_argument("file", type=Path, help="any GGUF or plan")
-    parser.add_argument("--base", type=Path, default=InspectOptions.base, help="the plan's base model (default: beside it)")
+    parser.add_argument(
+        "--base", type=Path, default=InspectOptions.base, help="the plan's base model (default: beside it)"
+    )
     parser.add_argument("--json", action="store_true", default=InspectOptions.json, help="print JSON")
     parser.add_argument(
-        "--plot", type=Path, default=InspectOptions.plot, metavar="OUT.png", help="picture of the neurons' share of activations"
+        "--plot",
+        type=Path,
+        default=InspectOptions.plot,
+        metavar="OUT.png",
+        help="picture of the neurons' share of activations",
     )
 
 
@@ -294,7 +312,9 @@ def _plan_layer(
 ) -> LayerReport:
     base = _base_fields(model, i_layer) if model else {"n_ff": layer.n_ff}
     if not layer.n_ff:
-        reason = (model.why_not_covered(i_layer) or "left out by the plan") if model else "unknown without the base model"
+        reason = (
+            (model.why_not_covered(i_layer) or "left out by the plan") if model else "unknown without the base model"
+        )
         return LayerReport(covered=False, reason=reason, **base)
     stored = layer.ffn_down_t
     down_t_type, derived_bytes = None, 0
@@ -302,7 +322,11 @@ def _plan_layer(
         down_t_type = row_type_name(stored.row_type)
     elif model is not None:
         down = model.ffn(i_layer)["down"]
-        row_type = down.type if down.type in _FLOAT_TYPES else pi_format.derived_row_type(GGMLQuantizationType.Q8_0, plan.n_embd)
+        row_type = (
+            down.type
+            if down.type in _FLOAT_TYPES
+            else pi_format.derived_row_type(GGMLQuantizationType.Q8_0, plan.n_embd)
+        )
         block, block_bytes = GGML_QUANT_SIZES[row_type]
         down_t_type = row_type_name(row_type)
         derived_bytes = plan.n_embd // block * block_bytes * layer.n_ff - down.n_bytes
@@ -390,7 +414,9 @@ def _print(report: Report, console: Console) -> None:
             layer["predictor"] = f"{layer['predictor']} {layer['rank']}"
     shown = [name for name in _COLUMNS if any(layer[name] not in (None, "", 0) for layer in values)]
     for name in shown:
-        layers.add_column(_COLUMNS[name][0], justify="left" if name in ("types", "predictor") else "right", overflow="fold")
+        layers.add_column(
+            _COLUMNS[name][0], justify="left" if name in ("types", "predictor") else "right", overflow="fold"
+        )
     for i, layer in enumerate(values):
         layers.add_row(str(i), *("" if layer[name] in (None, "") else _COLUMNS[name][1](layer[name]) for name in shown))
     console.print(layers)
@@ -454,10 +480,14 @@ def _sizes(report: Report) -> list[str]:
         ffn = total("ffn_bytes")
         lines.append(f"{_size(ffn)} FFN, {_size(report.model_bytes - ffn)} other weights of the base model")
     if report.kind != "model":
-        lines.append(f"{_size(total('statistics_bytes'))} order and frequencies, {_size(total('predictor_bytes'))} predictors")
+        lines.append(
+            f"{_size(total('statistics_bytes'))} order and frequencies, {_size(total('predictor_bytes'))} predictors"
+        )
     types = ", ".join(sorted({layer.down_t_type for layer in report.layers if layer.down_t_type}))
     if stored := total("down_t_stored_bytes"):
         lines.append(f"{_size(stored)} duplicated: neuron-major down projection ({types}), stored beside the base's")
     if derived := total("down_t_derived_bytes"):
-        lines.append(f"{_size(derived)} more memory than the base's down: it is derived at load, neuron-major ({types})")
+        lines.append(
+            f"{_size(derived)} more memory than the base's down: it is derived at load, neuron-major ({types})"
+        )
     return lines

@@ -129,9 +129,7 @@ def rebind(plan_path: Path, base: Path, output: Path) -> pi_format.Plan:
             )
     model = pi_format.BaseModel(base)
     pi_format.check_shapes(plan, model)
-    layers = (
-        replace(layer, digest=model.digest(i)) if layer.n_ff else layer for i, layer in enumerate(plan.layers)
-    )
+    layers = (replace(layer, digest=model.digest(i)) if layer.n_ff else layer for i, layer in enumerate(plan.layers))
     plan = replace(plan, layers=tuple(layers), base_file=model.path.name, base_offset=0, base_size=0)
     pi_format.write_plan(plan, output)
     return plan
@@ -208,7 +206,13 @@ def _refuse_same(output: Path, *inputs: Path) -> None:
 def _progress(title: str) -> Iterator[pi_format.Progress]:
     """A progress bar on stderr when that is a terminal."""
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(title, total=None)
         yield lambda n_done, n_total: bar.update(task, completed=n_done, total=n_total)
