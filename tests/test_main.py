@@ -96,7 +96,7 @@ def greedy_bytes(
     model: Path, prompt: bytes, n: int, cls: type[llama_cpp.Llama] = llama_cpp.Llama, **options: object
 ) -> bytes:
     """What llama_cpp generates at temperature 0, in bytes."""
-    llm = cls(str(model), n_ctx=1024, n_threads=2, n_threads_batch=2, flash_attn=True, verbose=False, **options)
+    llm = cls(str(model), n_ctx=1024, n_threads=1, n_threads_batch=1, flash_attn=True, verbose=False, **options)
     out = b""
     for count, token in enumerate(llm.generate(llm.tokenize(prompt, special=True), temp=0.0)):
         if count == n or token == llm.token_eos():
@@ -221,7 +221,7 @@ def test_links_no_python_and_finds_its_libraries_by_itself() -> None:
 def test_same_text_as_llama_cpp_at_temperature_0(tiny: Path) -> None:
     for prompt in (b"Once upon a time", b"the", UTF8_TEXT.encode()):
         expected = greedy_bytes(tiny, prompt, 48)
-        args = ["-m", tiny, "-p", prompt.decode(), "-n", 48, "--temp", 0, "-t", 2]
+        args = ["-m", tiny, "-p", prompt.decode(), "-n", 48, "--temp", 0]
         assert text_of(*args, "--no-display-prompt") == expected.removesuffix(b"\n")
         assert text_of(*args) == prompt + expected.removesuffix(b"\n")
 
@@ -463,7 +463,7 @@ def test_a_plan_computes_the_text_from_every_form_of_the_model(planned: dict[str
 
     expected = greedy_bytes(planned["base"], b"Once upon", 32, Llama, sparsity=sparsity)
     assert expected != greedy_bytes(planned["alone"], b"Once upon", 32)  # relu, not the silu of the model's graph
-    args = shlex.split(f"-p 'Once upon' -n 32 --temp 0 -t 2 --sparsity {sparsity} --no-display-prompt --strict")
+    args = shlex.split(f"-p 'Once upon' -n 32 --temp 0 --sparsity {sparsity} --no-display-prompt --strict")
     models = [[planned["base"]], [planned["embedded"]], [planned["alone"], "--plan", planned["plan"]]]
     for model in (["-m", *words] for words in models):
         assert text_of(*model, *args) == expected.removesuffix(b"\n")

@@ -716,9 +716,9 @@ status run_conversation(session & s) {
 
 const char * sparsity_name(ggml_backend_powerinfer_sparsity sparsity) {
     switch (sparsity) {
-        case GGML_POWERINFER_AUTO: return "auto";
-        case GGML_POWERINFER_DENSE: return "dense";
-        case GGML_POWERINFER_EXACT: return "exact";
+        case GGML_POWERINFER_AUTO:      return "auto";
+        case GGML_POWERINFER_DENSE:     return "dense";
+        case GGML_POWERINFER_EXACT:     return "exact";
         case GGML_POWERINFER_THRESHOLD: return "threshold";
         case GGML_POWERINFER_PREDICTED: return "predicted";
     }
