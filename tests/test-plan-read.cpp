@@ -41,11 +41,21 @@ void put(bytes & out, const std::string & text) {
 
 template <typename T>
 gguf_type type_of() {
-    if (std::is_same<T, uint32_t>::value) return GGUF_TYPE_UINT32;
-    if (std::is_same<T, int32_t>::value) return GGUF_TYPE_INT32;
-    if (std::is_same<T, uint64_t>::value) return GGUF_TYPE_UINT64;
-    if (std::is_same<T, float>::value) return GGUF_TYPE_FLOAT32;
-    if (std::is_same<T, bool>::value) return GGUF_TYPE_BOOL;
+    if (std::is_same<T, uint32_t>::value) {
+        return GGUF_TYPE_UINT32;
+    }
+    if (std::is_same<T, int32_t>::value) {
+        return GGUF_TYPE_INT32;
+    }
+    if (std::is_same<T, uint64_t>::value) {
+        return GGUF_TYPE_UINT64;
+    }
+    if (std::is_same<T, float>::value) {
+        return GGUF_TYPE_FLOAT32;
+    }
+    if (std::is_same<T, bool>::value) {
+        return GGUF_TYPE_BOOL;
+    }
     return GGUF_TYPE_STRING;
 }
 
@@ -111,7 +121,8 @@ struct file_fields {
         std::abort();
     }
     void remove_tensor(const std::string & name) {
-        tensors.erase(std::remove_if(tensors.begin(), tensors.end(), [&](const auto & entry) { return entry.name == name; }), tensors.end());
+        tensors.erase(std::remove_if(tensors.begin(), tensors.end(), [&](const auto & entry) { return entry.name == name; }),
+                      tensors.end());
     }
 
     bytes build() const {
@@ -167,14 +178,18 @@ file_fields base_fields(bool gated = true) {
     base.set("llama.embedding_length", uint32_t(n_embd));
     for (int i = 0; i < n_layer; i++) {
         if (i == n_layer - 1) {
-            base.tensors.push_back({blk(i, "ffn_gate_inp.weight"), {n_embd, 4}, GGML_TYPE_F32, data_of(some_floats(n_embd * 4, i))});
+            base.tensors.push_back(
+                {blk(i, "ffn_gate_inp.weight"), {n_embd, 4}, GGML_TYPE_F32, data_of(some_floats(n_embd * 4, i))});
             continue;
         }
         if (gated) {
-            base.tensors.push_back({blk(i, "ffn_gate.weight"), {n_embd, n_ff}, GGML_TYPE_F32, data_of(some_floats(n_embd * n_ff, i))});
+            base.tensors.push_back(
+                {blk(i, "ffn_gate.weight"), {n_embd, n_ff}, GGML_TYPE_F32, data_of(some_floats(n_embd * n_ff, i))});
         }
-        base.tensors.push_back({blk(i, "ffn_up.weight"), {n_embd, n_ff}, GGML_TYPE_F32, data_of(some_floats(n_embd * n_ff, 10 + i))});
-        base.tensors.push_back({blk(i, "ffn_down.weight"), {n_ff, n_embd}, GGML_TYPE_F32, data_of(some_floats(n_embd * n_ff, 20 + i))});
+        base.tensors.push_back(
+            {blk(i, "ffn_up.weight"), {n_embd, n_ff}, GGML_TYPE_F32, data_of(some_floats(n_embd * n_ff, 10 + i))});
+        base.tensors.push_back(
+            {blk(i, "ffn_down.weight"), {n_ff, n_embd}, GGML_TYPE_F32, data_of(some_floats(n_embd * n_ff, 20 + i))});
     }
     return base;
 }
@@ -190,7 +205,8 @@ public:
     std::string path(const std::string & name) const { return (path_ / name).string(); }
 
     std::string write(const std::string & name, const bytes & content) const {
-        std::ofstream(path(name), std::ios::binary).write(reinterpret_cast<const char *>(content.data()), std::streamsize(content.size()));
+        std::ofstream(path(name), std::ios::binary)
+            .write(reinterpret_cast<const char *>(content.data()), std::streamsize(content.size()));
         return path(name);
     }
 
@@ -236,8 +252,10 @@ file_fields plan_fields(const std::string & base_path) {
         file.tensors.push_back({blk(i, "neuron_order"), {n_ff}, GGML_TYPE_I32, data_of(order)});
         file.tensors.push_back({blk(i, "neuron_frequency"), {n_ff}, GGML_TYPE_F32, data_of(frequency)});
         file.tensors.push_back({blk(i, "ffn_down_t.weight"), {n_embd, n_ff}, GGML_TYPE_F16, bytes(2 * n_embd * n_ff, 0)});
-        file.tensors.push_back({blk(i, "predictor.fc1.weight"), {n_embd, rank}, GGML_TYPE_F32, data_of(some_floats(n_embd * rank, i))});
-        file.tensors.push_back({blk(i, "predictor.fc2.weight"), {rank, n_ff}, GGML_TYPE_F32, data_of(some_floats(rank * n_ff, i))});
+        file.tensors.push_back(
+            {blk(i, "predictor.fc1.weight"), {n_embd, rank}, GGML_TYPE_F32, data_of(some_floats(n_embd * rank, i))});
+        file.tensors.push_back(
+            {blk(i, "predictor.fc2.weight"), {rank, n_ff}, GGML_TYPE_F32, data_of(some_floats(rank * n_ff, i))});
     }
     return file;
 }
@@ -314,15 +332,17 @@ void test_good(const test_folder & folder) {
     CHECK(layer.ffn_down_t.row_type == GGML_TYPE_F16 && layer.ffn_down_t.ne0 == n_embd && layer.ffn_down_t.ne1 == n_ff);
     CHECK(layer.fc1.ne0 == n_embd && layer.fc1.ne1 == rank && layer.fc2.ne0 == rank && layer.fc2.ne1 == n_ff);
     const std::vector<float> fc2 = some_floats(rank * n_ff, 1);
-    CHECK(layer.fc2.size_bytes == fc2.size() * sizeof(float) && std::memcmp(layer.fc2.data, fc2.data(), layer.fc2.size_bytes) == 0);
+    CHECK(layer.fc2.size_bytes == fc2.size() * sizeof(float) &&
+          std::memcmp(layer.fc2.data, fc2.data(), layer.fc2.size_bytes) == 0);
     CHECK(plan_read(path, base, read).ok());
 
     file_fields least = plan_fields(base);
     least.tensors.clear();
-    for (const char * key : {format::key_alignment, format::key_ffn_activation_param, format::key_ffn_threshold, format::key_ffn_product_threshold,
-                             format::key_ffn_loss, format::key_predictor_kind, format::key_predictor_input, format::key_predictor_threshold,
-                             format::key_predictor_recall, format::key_predictor_candidate_density, format::key_profile_tokens,
-                             format::key_profile_density, format::key_profile_corpus}) {
+    for (const char * key :
+         {format::key_alignment, format::key_ffn_activation_param, format::key_ffn_threshold, format::key_ffn_product_threshold,
+          format::key_ffn_loss, format::key_predictor_kind, format::key_predictor_input, format::key_predictor_threshold,
+          format::key_predictor_recall, format::key_predictor_candidate_density, format::key_profile_tokens,
+          format::key_profile_density, format::key_profile_corpus}) {
         least.remove(key);
     }
     CHECK(plan_read(folder.write("least.powerinfer.gguf", least.build()), "", read).ok());
@@ -347,70 +367,141 @@ void test_against_format(const test_folder & folder) {
     const float nan = std::numeric_limits<float>::quiet_NaN();
     std::vector<damage> damages = {
         {"a base", [](file_fields & f) { f.set("general.architecture", "llama"); }, {"'llama'", "'powerinfer'"}},
-        {"version 3", [](file_fields & f) { f.set(format::key_format_version, uint32_t(3)); },
-            {"powerinfer.format_version is 3; this build reads up to 1. Convert the model again."}},
+        {"version 3",
+         [](file_fields & f) { f.set(format::key_format_version, uint32_t(3)); },
+         {"powerinfer.format_version is 3; this build reads up to 1. Convert the model again."}},
         {"version 0", [](file_fields & f) { f.set(format::key_format_version, uint32_t(0)); }, {"format_version is 0"}},
         {"version of another type", [](file_fields & f) { f.set(format::key_format_version, int32_t(1)); }, {"i32", "u32"}},
-        {"alignment", [](file_fields & f) { f.alignment = 128; f.set(format::key_alignment, uint32_t(128)); }, {"128", "64"}},
+        {"alignment",
+         [](file_fields & f) {
+             f.alignment = 128;
+             f.set(format::key_alignment, uint32_t(128));
+         },
+         {"128", "64"}},
         {"no layers", [](file_fields & f) { f.set(format::key_block_count, uint32_t(0)); }, {"block_count is 0"}},
         {"too many layers", [](file_fields & f) { f.set(format::key_block_count, ~uint32_t(0)); }, {"block_count is 4294967295"}},
-        {"other layer count", [](file_fields & f) { f.set(format::key_block_count, uint32_t(4)); }, {"has 3 values", "expected 4"}},
+        {"other layer count",
+         [](file_fields & f) { f.set(format::key_block_count, uint32_t(4)); },
+         {"has 3 values", "expected 4"}},
         {"width 0", [](file_fields & f) { f.set(format::key_embedding_length, uint32_t(0)); }, {"embedding_length is 0"}},
-        {"huge n_ff", [](file_fields & f) { f.set(format::key_feed_forward_length, array_of<uint32_t>({~uint32_t(0), n_ff, 0})); }, {"layer 0"}},
-        {"other n_ff", [](file_fields & f) { f.set(format::key_feed_forward_length, array_of<uint32_t>({n_ff, n_ff - 1, 0})); },
-            {"layer 1's", "[64]", "[63]"}},
-        {"uncovered layer with tensors", [](file_fields & f) {
-            f.set(format::key_feed_forward_length, array_of<uint32_t>({n_ff, 0, 0}));
-            f.set(format::key_base_ffn_digest, array_of<std::string>({std::string(64, '0'), "", ""}));
-        }, {"layer 1", "doesn't cover"}},
-        {"activation", [](file_fields & f) { f.set(format::key_ffn_activation, "swish"); }, {"'swish'", "relu, relu_sqr, drelu, silu, gelu"}},
-        {"ungated drelu", [](file_fields & f) { f.set(format::key_ffn_activation, "drelu"); f.set(format::key_ffn_gated, false); }, {"drelu"}},
-        {"gated is 2", [](file_fields & f) { bytes b; put(b, uint32_t(GGUF_TYPE_BOOL)); put(b, uint8_t(2)); f.set(format::key_ffn_gated, b); },
-            {"ffn.gated is 2"}},
-        {"nan threshold", [=](file_fields & f) { f.set(format::key_ffn_threshold, array_of<float>({0, nan, 0})); }, {"layer 1", "nan"}},
-        {"negative threshold", [](file_fields & f) { f.set(format::key_ffn_threshold, array_of<float>({-1, 0, 0})); }, {"layer 0", "-1"}},
-        {"infinite product threshold", [=](file_fields & f) { f.set(format::key_ffn_product_threshold, array_of<float>({0, inf, 0})); }, {"inf"}},
-        {"infinite predictor threshold", [=](file_fields & f) { f.set(format::key_predictor_threshold, array_of<float>({-inf, 0, 0})); }, {"-inf"}},
-        {"recall", [](file_fields & f) { f.set(format::key_predictor_recall, array_of<float>({1.5f, 0, 0})); }, {"1.5", "0 to 1"}},
+        {"huge n_ff",
+         [](file_fields & f) { f.set(format::key_feed_forward_length, array_of<uint32_t>({~uint32_t(0), n_ff, 0})); },
+         {"layer 0"}},
+        {"other n_ff",
+         [](file_fields & f) { f.set(format::key_feed_forward_length, array_of<uint32_t>({n_ff, n_ff - 1, 0})); },
+         {"layer 1's", "[64]", "[63]"}},
+        {"uncovered layer with tensors",
+         [](file_fields & f) {
+             f.set(format::key_feed_forward_length, array_of<uint32_t>({n_ff, 0, 0}));
+             f.set(format::key_base_ffn_digest, array_of<std::string>({std::string(64, '0'), "", ""}));
+         },
+         {"layer 1", "doesn't cover"}},
+        {"activation",
+         [](file_fields & f) { f.set(format::key_ffn_activation, "swish"); },
+         {"'swish'", "relu, relu_sqr, drelu, silu, gelu"}},
+        {"ungated drelu",
+         [](file_fields & f) {
+             f.set(format::key_ffn_activation, "drelu");
+             f.set(format::key_ffn_gated, false);
+         },
+         {"drelu"}},
+        {"gated is 2",
+         [](file_fields & f) {
+             bytes b;
+             put(b, uint32_t(GGUF_TYPE_BOOL));
+             put(b, uint8_t(2));
+             f.set(format::key_ffn_gated, b);
+         },
+         {"ffn.gated is 2"}},
+        {"nan threshold",
+         [=](file_fields & f) { f.set(format::key_ffn_threshold, array_of<float>({0, nan, 0})); },
+         {"layer 1", "nan"}},
+        {"negative threshold",
+         [](file_fields & f) { f.set(format::key_ffn_threshold, array_of<float>({-1, 0, 0})); },
+         {"layer 0", "-1"}},
+        {"infinite product threshold",
+         [=](file_fields & f) { f.set(format::key_ffn_product_threshold, array_of<float>({0, inf, 0})); },
+         {"inf"}},
+        {"infinite predictor threshold",
+         [=](file_fields & f) { f.set(format::key_predictor_threshold, array_of<float>({-inf, 0, 0})); },
+         {"-inf"}},
+        {"recall",
+         [](file_fields & f) { f.set(format::key_predictor_recall, array_of<float>({1.5f, 0, 0})); },
+         {"1.5", "0 to 1"}},
         {"loss", [=](file_fields & f) { f.set(format::key_ffn_loss, nan); }, {"ffn.loss"}},
-        {"tokens as u32", [](file_fields & f) { f.set(format::key_profile_tokens, array_of<uint32_t>({1, 1, 1})); }, {"array of u32", "u64"}},
+        {"tokens as u32",
+         [](file_fields & f) { f.set(format::key_profile_tokens, array_of<uint32_t>({1, 1, 1})); },
+         {"array of u32", "u64"}},
         {"scalar for array", [](file_fields & f) { f.set(format::key_ffn_threshold, 0.5f); }, {"expected an array of f32"}},
-        {"kind", [](file_fields & f) { f.set(format::key_predictor_kind, array_of<std::string>({"mlp", "tree", "none"})); }, {"layer 1", "'tree'"}},
-        {"kind without tensors", [](file_fields & f) { f.remove_tensor("blk.1.predictor.fc2.weight"); }, {"layer 1's", "blk.1.predictor.fc2.weight"}},
-        {"tensors without kind", [](file_fields & f) { f.set(format::key_predictor_kind, array_of<std::string>({"none", "linear", "none"})); },
-            {"layer 0"}},
+        {"kind",
+         [](file_fields & f) { f.set(format::key_predictor_kind, array_of<std::string>({"mlp", "tree", "none"})); },
+         {"layer 1", "'tree'"}},
+        {"kind without tensors",
+         [](file_fields & f) { f.remove_tensor("blk.1.predictor.fc2.weight"); },
+         {"layer 1's", "blk.1.predictor.fc2.weight"}},
+        {"tensors without kind",
+         [](file_fields & f) { f.set(format::key_predictor_kind, array_of<std::string>({"none", "linear", "none"})); },
+         {"layer 0"}},
         {"input", [](file_fields & f) { f.set(format::key_predictor_input, "attention"); }, {"'attention'"}},
-        {"digest", [](file_fields & f) { f.set(format::key_base_ffn_digest, array_of<std::string>({"xyz", std::string(64, 'a'), ""})); },
-            {"layer 0", "'xyz'"}},
-        {"order twice", [](file_fields & f) { f.tensor("blk.1.neuron_order").data[4] = n_ff - 1; }, {"layer 1's neuron_order has 63 at position 1"}},
-        {"order out of range", [](file_fields & f) { f.tensor("blk.0.neuron_order").data[3] = 0x80; }, {"layer 0's neuron_order has -"}},
+        {"digest",
+         [](file_fields & f) { f.set(format::key_base_ffn_digest, array_of<std::string>({"xyz", std::string(64, 'a'), ""})); },
+         {"layer 0", "'xyz'"}},
+        {"order twice",
+         [](file_fields & f) { f.tensor("blk.1.neuron_order").data[4] = n_ff - 1; },
+         {"layer 1's neuron_order has 63 at position 1"}},
+        {"order out of range",
+         [](file_fields & f) { f.tensor("blk.0.neuron_order").data[3] = 0x80; },
+         {"layer 0's neuron_order has -"}},
         {"order of floats", [](file_fields & f) { f.tensor("blk.0.neuron_order").type = GGML_TYPE_F32; }, {"f32", "i32"}},
-        {"frequency above 1", [](file_fields & f) { f.tensor("blk.1.neuron_frequency").data = data_of(std::vector<float>(n_ff, 1.5f)); }, {"1.5"}},
-        {"nan frequency", [=](file_fields & f) { f.tensor("blk.1.neuron_frequency").data = data_of(std::vector<float>(n_ff, nan)); }, {"nan"}},
+        {"frequency above 1",
+         [](file_fields & f) { f.tensor("blk.1.neuron_frequency").data = data_of(std::vector<float>(n_ff, 1.5f)); },
+         {"1.5"}},
+        {"nan frequency",
+         [=](file_fields & f) { f.tensor("blk.1.neuron_frequency").data = data_of(std::vector<float>(n_ff, nan)); },
+         {"nan"}},
         {"frequency shape", [](file_fields & f) { f.tensor("blk.1.neuron_frequency").ne = {n_ff / 2, 2}; }, {"[32, 2]", "[64]"}},
-        {"down_t transposed", [](file_fields & f) { f.tensor("blk.0.ffn_down_t.weight").ne = {n_ff, n_embd}; }, {"[64, 32]", "[32, 64]"}},
-        {"down_t of integers", [](file_fields & f) { f.tensor("blk.0.ffn_down_t.weight").type = GGML_TYPE_I16; }, {"layer 0's", "i16"}},
-        {"fc2 too short", [](file_fields & f) { f.tensor("blk.1.predictor.fc2.weight").ne = {rank, n_ff - 1}; }, {"[4, 63]", "[4, 64]"}},
-        {"rank above n_embd", [](file_fields & f) {
-            f.tensor("blk.0.predictor.fc1.weight").ne = {n_embd, n_embd + 1};
-            f.tensor("blk.0.predictor.fc1.weight").data.resize(4 * n_embd * (n_embd + 1));
-        }, {"layer 0's", "rank 33", "32"}},
+        {"down_t transposed",
+         [](file_fields & f) { f.tensor("blk.0.ffn_down_t.weight").ne = {n_ff, n_embd}; },
+         {"[64, 32]", "[32, 64]"}},
+        {"down_t of integers",
+         [](file_fields & f) { f.tensor("blk.0.ffn_down_t.weight").type = GGML_TYPE_I16; },
+         {"layer 0's", "i16"}},
+        {"fc2 too short",
+         [](file_fields & f) { f.tensor("blk.1.predictor.fc2.weight").ne = {rank, n_ff - 1}; },
+         {"[4, 63]", "[4, 64]"}},
+        {"rank above n_embd",
+         [](file_fields & f) {
+             f.tensor("blk.0.predictor.fc1.weight").ne = {n_embd, n_embd + 1};
+             f.tensor("blk.0.predictor.fc1.weight").data.resize(4 * n_embd * (n_embd + 1));
+         },
+         {"layer 0's", "rank 33", "32"}},
         {"rank 0", [](file_fields & f) { f.tensor("blk.0.predictor.fc1.weight").ne = {n_embd, 0}; }, {"rank 0"}},
-        {"layer out of range", [](file_fields & f) { f.tensor("blk.1.neuron_order").name = "blk.3.neuron_order"; }, {"layer 3", "0 .. 2"}},
-        {"layer written oddly", [](file_fields & f) { f.tensor("blk.1.neuron_order").name = "blk.01.neuron_order"; }, {"blk.01.neuron_order"}},
-        {"unknown tensor", [](file_fields & f) { f.tensor("blk.1.neuron_order").name = "blk.1.attn_q.weight"; }, {"blk.1.attn_q.weight", "version 1"}},
-        {"base file with folder", [](file_fields & f) { f.set(format::key_base_file, "../base.gguf"); }, {"'../base.gguf'", "without folders"}},
+        {"layer out of range",
+         [](file_fields & f) { f.tensor("blk.1.neuron_order").name = "blk.3.neuron_order"; },
+         {"layer 3", "0 .. 2"}},
+        {"layer written oddly",
+         [](file_fields & f) { f.tensor("blk.1.neuron_order").name = "blk.01.neuron_order"; },
+         {"blk.01.neuron_order"}},
+        {"unknown tensor",
+         [](file_fields & f) { f.tensor("blk.1.neuron_order").name = "blk.1.attn_q.weight"; },
+         {"blk.1.attn_q.weight", "version 1"}},
+        {"base file with folder",
+         [](file_fields & f) { f.set(format::key_base_file, "../base.gguf"); },
+         {"'../base.gguf'", "without folders"}},
         {"base file is ..", [](file_fields & f) { f.set(format::key_base_file, ".."); }, {"without folders"}},
-        {"base file with NUL", [](file_fields & f) { f.set(format::key_base_file, std::string("base.gguf\0x", 11)); }, {"without folders"}},
-        {"base not there", [&](file_fields & f) { f.set(format::key_base_file, "other.gguf"); },
-            {"powerinfer.base.file is 'other.gguf'", folder.path("other.gguf")}},
+        {"base file with NUL",
+         [](file_fields & f) { f.set(format::key_base_file, std::string("base.gguf\0x", 11)); },
+         {"without folders"}},
+        {"base not there",
+         [&](file_fields & f) { f.set(format::key_base_file, "other.gguf"); },
+         {"powerinfer.base.file is 'other.gguf'", folder.path("other.gguf")}},
         {"no base named", [](file_fields & f) { f.remove(format::key_base_file); }, {"powerinfer.base.file"}},
         {"other architecture", [](file_fields & f) { f.set(format::key_base_architecture, "qwen2"); }, {"'llama'", "'qwen2'"}},
         {"ungated", [](file_fields & f) { f.set(format::key_ffn_gated, false); }, {"layer 0's", "a gate"}},
     };
-    for (const char * key : {format::key_architecture, format::key_format_version, format::key_base_architecture, format::key_block_count,
-                             format::key_embedding_length, format::key_feed_forward_length, format::key_ffn_activation,
-                             format::key_ffn_gated, format::key_base_ffn_digest}) {
+    for (const char * key : {format::key_architecture, format::key_format_version, format::key_base_architecture,
+                             format::key_block_count, format::key_embedding_length, format::key_feed_forward_length,
+                             format::key_ffn_activation, format::key_ffn_gated, format::key_base_ffn_digest}) {
         damages.push_back({key, [key](file_fields & f) { f.remove(key); }, {key}});
     }
     for (const damage & damaged : damages) {
@@ -426,19 +517,23 @@ void test_against_format(const test_folder & folder) {
 void test_other_base(const test_folder & folder) {
     const std::string path = folder.path("good.powerinfer.gguf");
     plan out;
-    const auto expect = [&](const char * what, const std::vector<std::string> & parts, const std::function<void(file_fields &)> & apply) {
+    const auto expect = [&](const char * what, const std::vector<std::string> & parts,
+                            const std::function<void(file_fields &)> & apply) {
         file_fields base = base_fields();
         apply(base);
         expect_error(what, plan_read(path, folder.write("changed.gguf", base.build()), out), parts);
     };
-    expect("one weight", {"good.powerinfer.gguf: layer 1's FFN has digest ", "changed.gguf; the plan was made for ", "powerinfer profile"},
-        [](file_fields & f) { f.tensor("blk.1.ffn_down.weight").data[4095] ^= 1; });
+    expect("one weight",
+           {"good.powerinfer.gguf: layer 1's FFN has digest ", "changed.gguf; the plan was made for ", "powerinfer profile"},
+           [](file_fields & f) { f.tensor("blk.1.ffn_down.weight").data[4095] ^= 1; });
     expect("type", {"layer 0's FFN has digest"}, [](file_fields & f) {
         f.tensor("blk.0.ffn_up.weight").type = GGML_TYPE_F16;
         f.tensor("blk.0.ffn_up.weight").data.resize(2 * n_embd * n_ff);
     });
-    expect("shape", {"layer 1's up", "[32, 63]", "[32, 64]"}, [](file_fields & f) { f.tensor("blk.1.ffn_up.weight").ne = {n_embd, n_ff - 1}; });
-    expect("down", {"layer 1's down", "[64, 31]"}, [](file_fields & f) { f.tensor("blk.1.ffn_down.weight").ne = {n_ff, n_embd - 1}; });
+    expect("shape", {"layer 1's up", "[32, 63]", "[32, 64]"},
+           [](file_fields & f) { f.tensor("blk.1.ffn_up.weight").ne = {n_embd, n_ff - 1}; });
+    expect("down", {"layer 1's down", "[64, 31]"},
+           [](file_fields & f) { f.tensor("blk.1.ffn_down.weight").ne = {n_ff, n_embd - 1}; });
     expect("no up", {"layer 0's", "no up"}, [](file_fields & f) { f.remove_tensor("blk.0.ffn_up.weight"); });
     expect("depth", {"4 layers", "3"}, [](file_fields & f) { f.set("llama.block_count", uint32_t(4)); });
     expect("no block count", {"llama.block_count"}, [](file_fields & f) { f.remove("llama.block_count"); });
@@ -465,7 +560,8 @@ void test_embedded(const test_folder & folder) {
 
     file_fields bad = file;
     bad.tensor("base").data[0] = 'X';
-    expect_error("not a GGUF", plan_read(folder.write("bad.powerinfer.gguf", bad.build()), "", read), {"the base model in it", "XGUF"});
+    expect_error("not a GGUF", plan_read(folder.write("bad.powerinfer.gguf", bad.build()), "", read),
+                 {"the base model in it", "XGUF"});
     bad = file;
     bad.tensor("base").type = GGML_TYPE_F32;
     bad.tensor("base").ne = {base.size() / 4};
@@ -484,11 +580,13 @@ void test_embedded(const test_folder & folder) {
     bad = file;
     bad.tensor("base").data.resize(base.size() / 2);
     bad.tensor("base").ne = {base.size() / 2};
-    expect_error("half a base", plan_read(folder.write("bad.powerinfer.gguf", bad.build()), "", read), {"the base model in it", "truncated"});
+    expect_error("half a base", plan_read(folder.write("bad.powerinfer.gguf", bad.build()), "", read),
+                 {"the base model in it", "truncated"});
     bad = file;
     bad.tensor("base").data = content;
     bad.tensor("base").ne = {content.size()};
-    expect_error("a plan in a plan", plan_read(folder.write("bad.powerinfer.gguf", bad.build()), "", read), {"is an extended GGUF"});
+    expect_error("a plan in a plan", plan_read(folder.write("bad.powerinfer.gguf", bad.build()), "", read),
+                 {"is an extended GGUF"});
 }
 
 void test_from_base(const test_folder & folder) {
@@ -502,15 +600,18 @@ void test_from_base(const test_folder & folder) {
         return out.layers[0].n_ff;
     };
     CHECK(n_ff_with([](file_fields &) {}) == n_ff);
-    CHECK(n_ff_with([](file_fields & f) { f.tensors.push_back({"blk.0.ffn_up.bias", {n_ff}, GGML_TYPE_F32, bytes(4 * n_ff)}); }) == n_ff);
-    for (const char * name : {"blk.0.ffn_up_exps.weight", "blk.0.ffn_up_shexp.weight", "blk.0.ffn_gate.0.weight", "blk.0.ffn_sub_norm.weight",
-                              "blk.0.nextn.enorm.weight", "blk.0.ffn.act.scales"}) {
+    CHECK(n_ff_with([](file_fields & f) {
+              f.tensors.push_back({"blk.0.ffn_up.bias", {n_ff}, GGML_TYPE_F32, bytes(4 * n_ff)});
+          }) == n_ff);
+    for (const char * name : {"blk.0.ffn_up_exps.weight", "blk.0.ffn_up_shexp.weight", "blk.0.ffn_gate.0.weight",
+                              "blk.0.ffn_sub_norm.weight", "blk.0.nextn.enorm.weight", "blk.0.ffn.act.scales"}) {
         CHECK(n_ff_with([name](file_fields & f) { f.tensors.push_back({name, {n_ff}, GGML_TYPE_F32, bytes(4 * n_ff)}); }) == 0);
     }
     const bool fused = n_ff_with([](file_fields & f) {
-        f.remove_tensor("blk.0.ffn_gate.weight");
-        f.tensor("blk.0.ffn_up.weight") = {"blk.0.ffn_up.weight", {n_embd, 2 * n_ff}, GGML_TYPE_F32, bytes(8 * n_embd * n_ff)};
-    }) == 0;
+                           f.remove_tensor("blk.0.ffn_gate.weight");
+                           f.tensor("blk.0.ffn_up.weight") = {
+                               "blk.0.ffn_up.weight", {n_embd, 2 * n_ff}, GGML_TYPE_F32, bytes(8 * n_embd * n_ff)};
+                       }) == 0;
     CHECK(fused && out.gated && out.layers[1].n_ff == n_ff);
     expect_error("no model", plan_from_base(folder.path("good.powerinfer.gguf"), out), {"is an extended GGUF"});
 
@@ -528,7 +629,8 @@ void test_from_base(const test_folder & folder) {
     plan whole;
     CHECK(plan_from_base(folder.path("base.gguf"), whole).ok());
     CHECK(out.layers[0].digest == whole.layers[0].digest && out.layers[1].digest == whole.layers[1].digest);
-    expect_error("second part", plan_from_base(folder.path("split-00002-of-00002.gguf"), out), {"part 2", "-00001-of-00002.gguf"});
+    expect_error("second part", plan_from_base(folder.path("split-00002-of-00002.gguf"), out),
+                 {"part 2", "-00001-of-00002.gguf"});
     CHECK(plan_read(folder.path("good.powerinfer.gguf"), path, out).ok());
 }
 
@@ -606,7 +708,8 @@ void test_hostile(const test_folder & folder) {
     put(content, uint64_t(1));
     expect("array of arrays", content, {"type 9"});
 
-    const auto expect_file = [&](const char * what, const std::vector<std::string> & parts, const std::function<void(file_fields &)> & apply) {
+    const auto expect_file = [&](const char * what, const std::vector<std::string> & parts,
+                                 const std::function<void(file_fields &)> & apply) {
         file_fields file = plan_fields(folder.path("base.gguf"));
         apply(file);
         expect(what, file.build(), parts);
@@ -614,21 +717,37 @@ void test_hostile(const test_folder & folder) {
     expect_file("alignment 0", {"general.alignment is 0"}, [](file_fields & f) { f.set(format::key_alignment, uint32_t(0)); });
     expect_file("alignment 48", {"general.alignment is 48"}, [](file_fields & f) { f.set(format::key_alignment, uint32_t(48)); });
     expect_file("alignment text", {"general.alignment"}, [](file_fields & f) { f.set(format::key_alignment, "64"); });
-    expect_file("alignment 2^31", {"ends past"}, [](file_fields & f) { f.set(format::key_alignment, uint32_t(1) << 31); for (auto & t : f.tensors) { t.offset = 0; } });
+    expect_file("alignment 2^31", {"ends past"}, [](file_fields & f) {
+        f.set(format::key_alignment, uint32_t(1) << 31);
+        for (auto & t : f.tensors) {
+            t.offset = 0;
+        }
+    });
     expect_file("key twice", {"there twice"}, [](file_fields & f) { f.keys.push_back(f.keys[3]); });
-    expect_file("tensor twice", {"blk.0.neuron_order", "there twice"}, [](file_fields & f) { f.tensors.push_back(f.tensors[0]); });
+    expect_file("tensor twice", {"blk.0.neuron_order", "there twice"},
+                [](file_fields & f) { f.tensors.push_back(f.tensors[0]); });
     expect_file("long name", {"64 bytes", "63"}, [](file_fields & f) { f.tensors[1].name = std::string(64, 'x'); });
-    expect_file("odd name", {"?[31m"}, [](file_fields & f) { f.tensors[1].name = "\x1b[31m"; f.tensors[1].offset = 1; });
+    expect_file("odd name", {"?[31m"}, [](file_fields & f) {
+        f.tensors[1].name = "\x1b[31m";
+        f.tensors[1].offset = 1;
+    });
     expect_file("9 dimensions", {"9 dimensions"}, [](file_fields & f) { f.tensors[0].ne = std::vector<uint64_t>(9, 1); });
     expect_file("negative dimension", {"impossible shape"}, [=](file_fields & f) { f.tensors[0].ne = {huge}; });
-    expect_file("overflow", {"impossible shape"}, [](file_fields & f) { f.tensors[0].ne = {uint64_t(1) << 32, uint64_t(1) << 32, 4}; });
-    expect_file("size overflow", {"impossible shape"}, [](file_fields & f) { f.tensors[0].ne = {uint64_t(1) << 62}; f.tensors[0].type = GGML_TYPE_F64; });
+    expect_file("overflow", {"impossible shape"},
+                [](file_fields & f) { f.tensors[0].ne = {uint64_t(1) << 32, uint64_t(1) << 32, 4}; });
+    expect_file("size overflow", {"impossible shape"}, [](file_fields & f) {
+        f.tensors[0].ne = {uint64_t(1) << 62};
+        f.tensors[0].type = GGML_TYPE_F64;
+    });
     expect_file("too big", {"ends past"}, [](file_fields & f) { f.tensors[0].ne = {uint64_t(1) << 40}; });
     expect_file("offset", {"ends past"}, [](file_fields & f) { f.tensors[0].offset = int64_t(1) << 62; });
     expect_file("odd offset", {"multiple of 64"}, [](file_fields & f) { f.tensors[0].offset = 8; });
     expect_file("type", {"type number 9999"}, [](file_fields & f) { f.tensors[0].type = 9999; });
     expect_file("removed type", {"type number 4"}, [](file_fields & f) { f.tensors[0].type = 4; });
-    expect_file("half blocks", {"multiple of 32"}, [](file_fields & f) { f.tensors[3].type = GGML_TYPE_Q4_0; f.tensors[3].ne = {40, 2}; });
+    expect_file("half blocks", {"multiple of 32"}, [](file_fields & f) {
+        f.tensors[3].type = GGML_TYPE_Q4_0;
+        f.tensors[3].ne = {40, 2};
+    });
 
     expect_error("folder", plan_read(folder.path(""), "", out), {"isn't a file"});
     expect_error("empty path", plan_read("", "", out), {"can't be opened"});
@@ -637,7 +756,9 @@ void test_hostile(const test_folder & folder) {
 // A file in memory that is changed in place.
 class memory_file {
 public:
-    explicit memory_file(const bytes & content) : fd_(memfd_create("test-plan-read", 0)) { write(0, content.data(), content.size()); }
+    explicit memory_file(const bytes & content) : fd_(memfd_create("test-plan-read", 0)) {
+        write(0, content.data(), content.size());
+    }
     ~memory_file() { close(fd_); }
     memory_file(const memory_file &) = delete;
     memory_file & operator=(const memory_file &) = delete;

@@ -26,15 +26,16 @@ namespace powerinfer {
 
 namespace {
 
-#define POWERINFER_TRY(expression)                                  \
-    do {                                                            \
-        if (status try_status = (expression); !try_status.ok()) {   \
-            return try_status;                                      \
-        }                                                           \
+#define POWERINFER_TRY(expression)                                \
+    do {                                                          \
+        if (status try_status = (expression); !try_status.ok()) { \
+            return try_status;                                    \
+        }                                                         \
     } while (0)
 
 constexpr uint64_t max_keys = 65536;
 constexpr uint64_t max_tensors = 1 << 20;
+constexpr size_t tail_bytes = 4096;  // of zeros behind a mapped file: kernels may read past a row
 constexpr uint64_t gguf_header_bytes = 24;  // magic, version, tensor count, key count
 constexpr char copy_again[] = "copy or download the file again.";
 constexpr char plan_again[] = "make the plan again (powerinfer profile).";
@@ -191,14 +192,14 @@ struct gguf_value {
     gguf_type type = GGUF_TYPE_COUNT;  // of the elements when it is an array
     bool is_array = false;
     uint64_t n = 1;
-    const uint8_t * data = nullptr;    // first element; unaligned
+    const uint8_t * data = nullptr;  // first element; unaligned
 };
 
 struct gguf_tensor {
     ggml_type type = GGML_TYPE_F32;
     int n_dims = 0;
     int64_t ne[GGML_MAX_DIMS] = {1, 1, 1, 1};
-    uint64_t offset_bytes = 0;         // in the data section
+    uint64_t offset_bytes = 0;  // in the data section
     uint64_t size_bytes = 0;
     const uint8_t * data = nullptr;
 };
@@ -248,11 +249,18 @@ private:
 // 0: not a plain value type
 uint64_t value_size_bytes(uint32_t type) {
     switch (type) {
-        case GGUF_TYPE_UINT8: case GGUF_TYPE_INT8: case GGUF_TYPE_BOOL: return 1;
-        case GGUF_TYPE_UINT16: case GGUF_TYPE_INT16: return 2;
-        case GGUF_TYPE_UINT32: case GGUF_TYPE_INT32: case GGUF_TYPE_FLOAT32: return 4;
-        case GGUF_TYPE_UINT64: case GGUF_TYPE_INT64: case GGUF_TYPE_FLOAT64: return 8;
-        default: return 0;
+        case GGUF_TYPE_UINT8:
+        case GGUF_TYPE_INT8:
+        case GGUF_TYPE_BOOL:    return 1;
+        case GGUF_TYPE_UINT16:
+        case GGUF_TYPE_INT16:   return 2;
+        case GGUF_TYPE_UINT32:
+        case GGUF_TYPE_INT32:
+        case GGUF_TYPE_FLOAT32: return 4;
+        case GGUF_TYPE_UINT64:
+        case GGUF_TYPE_INT64:
+        case GGUF_TYPE_FLOAT64: return 8;
+        default:                return 0;
     }
 }
 
@@ -308,7 +316,8 @@ public:
 private:
     status parse(const uint8_t * data, uint64_t size_bytes) {
         if (size_bytes < gguf_header_bytes) {
-            return error_at(where_, size_bytes, " bytes; expected a GGUF, which has ", gguf_header_bytes, " or more; ", copy_again);
+            return error_at(where_, size_bytes, " bytes; expected a GGUF, which has ", gguf_header_bytes, " or more; ",
+                            copy_again);
         }
         byte_cursor cursor(data, size_bytes);
         char magic[4] = {};
@@ -319,8 +328,9 @@ private:
         cursor.read(n_tensors);
         cursor.read(n_keys);
         if (std::memcmp(magic, "PWRI", 4) == 0) {
-            return error_at(where_, "starts with 'PWRI', a file of the original PowerInfer; expected 'GGUF'; "
-                "convert the original model to GGUF and make a plan for it (powerinfer profile).");
+            return error_at(where_,
+                            "starts with 'PWRI', a file of the original PowerInfer; expected 'GGUF'; "
+                            "convert the original model to GGUF and make a plan for it (powerinfer profile).");
         }
         if (std::memcmp(magic, GGUF_MAGIC, 4) != 0) {
             return error_at(where_, "starts with '", shown({magic, 4}), "'; expected 'GGUF'; give a GGUF file.");
@@ -329,11 +339,12 @@ private:
             return error_at(where_, "the GGUF is big-endian; expected little-endian; convert it for this machine.");
         }
         if (version != 2 && version != GGUF_VERSION) {
-            return error_at(where_, "GGUF version is ", version, "; this build reads 2 and ", GGUF_VERSION, "; convert the model again.");
+            return error_at(where_, "GGUF version is ", version, "; this build reads 2 and ", GGUF_VERSION,
+                            "; convert the model again.");
         }
         if (n_keys > max_keys || n_tensors > max_tensors) {
             return error_at(where_, "announces ", n_keys, " keys and ", n_tensors, " tensors; expected at most ", max_keys,
-                " and ", max_tensors, "; ", copy_again);
+                            " and ", max_tensors, "; ", copy_again);
         }
         for (uint64_t i = 0; i < n_keys; i++) {
             POWERINFER_TRY(parse_key(cursor, i));
@@ -355,12 +366,13 @@ private:
         for (auto & [name, tensor] : tensors_) {
             if (tensor.offset_bytes % alignment != 0) {
                 return error_at(where_, "tensor ", shown(name), " has offset ", tensor.offset_bytes, "; expected a multiple of ",
-                    alignment, "; ", copy_again);
+                                alignment, "; ", copy_again);
             }
             if (data_at > size_bytes || tensor.offset_bytes > size_bytes - data_at ||
                 tensor.size_bytes > size_bytes - data_at - tensor.offset_bytes) {
                 return error_at(where_, "tensor ", shown(name), " (", tensor.size_bytes, " bytes at offset ", tensor.offset_bytes,
-                    ") ends past the end of the file (", size_bytes, " bytes); the file is truncated or damaged; ", copy_again);
+                                ") ends past the end of the file (", size_bytes, " bytes); the file is truncated or damaged; ",
+                                copy_again);
             }
             tensor.data = data + data_at + tensor.offset_bytes;
         }
@@ -368,8 +380,10 @@ private:
     }
 
     status truncated(const char * what, uint64_t i) const {
-        return error_at(where_, "the file ends, or has an impossible size, inside ", what, " ", i, " of its header; "
-            "it is truncated or damaged; ", copy_again);
+        return error_at(where_, "the file ends, or has an impossible size, inside ", what, " ", i,
+                        " of its header; "
+                        "it is truncated or damaged; ",
+                        copy_again);
     }
 
     status parse_key(byte_cursor & cursor, uint64_t i) {
@@ -414,11 +428,11 @@ private:
         }
         if (name.size() >= GGML_MAX_NAME) {
             return error_at(where_, "tensor name ", shown(name), " has ", name.size(), " bytes; expected at most ",
-                GGML_MAX_NAME - 1, "; ", copy_again);
+                            GGML_MAX_NAME - 1, "; ", copy_again);
         }
         if (n_dims > GGML_MAX_DIMS) {
-            return error_at(where_, "tensor ", shown(name), " has ", n_dims, " dimensions; expected at most ", GGML_MAX_DIMS, "; ",
-                copy_again);
+            return error_at(where_, "tensor ", shown(name), " has ", n_dims, " dimensions; expected at most ", GGML_MAX_DIMS,
+                            "; ", copy_again);
         }
         uint64_t n_values = 1;
         for (uint32_t j = 0; j < n_dims; j++) {
@@ -433,15 +447,16 @@ private:
             return truncated("tensor", i);
         }
         if (type >= GGML_TYPE_COUNT || ggml_blck_size(ggml_type(type)) == 0) {
-            return error_at(where_, "tensor ", shown(name), " has type number ", type, ", which this build doesn't know; "
-                "convert it with a llama.cpp of the same version.");
+            return error_at(where_, "tensor ", shown(name), " has type number ", type,
+                            ", which this build doesn't know; "
+                            "convert it with a llama.cpp of the same version.");
         }
         tensor.type = ggml_type(type);
         tensor.n_dims = int(n_dims);
         const uint64_t block = uint64_t(ggml_blck_size(tensor.type));
         if (uint64_t(tensor.ne[0]) % block != 0) {
-            return error_at(where_, "tensor ", shown(name), " has rows of ", tensor.ne[0], " values; ", ggml_type_name(tensor.type),
-                " needs a multiple of ", block, "; ", copy_again);
+            return error_at(where_, "tensor ", shown(name), " has rows of ", tensor.ne[0], " values; ",
+                            ggml_type_name(tensor.type), " needs a multiple of ", block, "; ", copy_again);
         }
         if (__builtin_mul_overflow(n_values / block, uint64_t(ggml_type_size(tensor.type)), &tensor.size_bytes)) {
             return error_at(where_, "tensor ", shown(name), " has an impossible shape; ", copy_again);
@@ -457,9 +472,7 @@ private:
     std::unordered_map<std::string_view, gguf_tensor> tensors_;
 };
 
-bool has_to_float(ggml_type type) {
-    return type == GGML_TYPE_F32 || ggml_get_type_traits(type)->to_float != nullptr;
-}
+bool has_to_float(ggml_type type) { return type == GGML_TYPE_F32 || ggml_get_type_traits(type)->to_float != nullptr; }
 
 bool is_matrix(const gguf_tensor * tensor, int64_t ne0, int64_t ne1) {
     return tensor && tensor->ne[0] == ne0 && tensor->ne[1] == ne1 && tensor->ne[2] == 1 && tensor->ne[3] == 1;
@@ -495,8 +508,8 @@ public:
             const std::string tail = split_tail(1, n_splits);
             uint64_t number = 0;
             if (!out.views_[0].find_integer("split.no", number) || number != 0 || !ends_with(path, tail)) {
-                return error_at(path, "is part ", number + 1, " of a model in ", n_splits, " parts; expected the first part, named *",
-                    tail, "; give that file.");
+                return error_at(path, "is part ", number + 1, " of a model in ", n_splits,
+                                " parts; expected the first part, named *", tail, "; give that file.");
             }
             const std::string stem = path.substr(0, path.size() - tail.size());
             for (uint64_t i = 2; i <= n_splits; i++) {
@@ -537,7 +550,7 @@ public:
             if (const gguf_tensor * tensor = find_layer_tensor(pattern, i_layer)) {
                 const size_t head_bytes = size_t(std::min<uint64_t>(format::digest_head_bytes, tensor->size_bytes));
                 parts.push_back({layer_name(pattern, i_layer), ggml_type_name(tensor->type), tensor->ne[0], tensor->ne[1],
-                    tensor->data, head_bytes});
+                                 tensor->data, head_bytes});
             }
         }
         return plan_digest(parts);
@@ -572,11 +585,11 @@ private:
         const std::string key_n_layer = architecture_ + ".block_count", key_n_embd = architecture_ + ".embedding_length";
         if (!view.find_integer(key_n_layer, n_layer) || n_layer < 1 || n_layer > format::max_block_count) {
             return error_at(where(), shown(key_n_layer), " is missing or not in 1 .. ", format::max_block_count,
-                "; expected a language model; give the base model's GGUF.");
+                            "; expected a language model; give the base model's GGUF.");
         }
         if (!view.find_integer(key_n_embd, n_embd) || n_embd < 1 || n_embd > INT32_MAX) {
             return error_at(where(), shown(key_n_embd), " is missing or not in 1 .. ", INT32_MAX,
-                "; expected a language model; give the base model's GGUF.");
+                            "; expected a language model; give the base model's GGUF.");
         }
         n_layer_ = int64_t(n_layer);
         n_embd_ = int64_t(n_embd);
@@ -604,7 +617,8 @@ std::vector<bool> layers_not_plain(const base_model & base) {
             if (rest.substr(0, 4) == "ffn_") {
                 const size_t dot = rest.find('.');
                 const std::string_view stem = rest.substr(4, dot - 4);
-                const bool numbered = dot != std::string_view::npos && dot + 1 < rest.size() && rest[dot + 1] >= '0' && rest[dot + 1] <= '9';
+                const bool numbered =
+                    dot != std::string_view::npos && dot + 1 < rest.size() && rest[dot + 1] >= '0' && rest[dot + 1] <= '9';
                 plain = !numbered && (stem == "gate" || stem == "up" || stem == "down" || stem == "norm" || stem == "post_norm");
             }
             if (!plain) {
@@ -678,11 +692,12 @@ private:
     status find(const char * key, need how, bool is_array, const gguf_value *& out) const {
         out = view_.find_key(key);
         if (!out) {
-            return how == need::optional ? status() : error_at(path_, key, " is missing; an extended GGUF must have it; ", plan_again);
+            return how == need::optional ? status()
+                                         : error_at(path_, key, " is missing; an extended GGUF must have it; ", plan_again);
         }
         if (out->is_array != is_array || out->type != value_type_of<T>()) {
-            return error_at(path_, key, " is ", out->is_array ? "an array of " : "of type ", gguf_type_name(out->type), "; expected ",
-                is_array ? "an array of " : "", gguf_type_name(value_type_of<T>()), "; ", plan_again);
+            return error_at(path_, key, " is ", out->is_array ? "an array of " : "of type ", gguf_type_name(out->type),
+                            "; expected ", is_array ? "an array of " : "", gguf_type_name(value_type_of<T>()), "; ", plan_again);
         }
         if (is_array && out->n != uint64_t(plan_.n_layer)) {
             return error_at(path_, key, " has ", out->n, " values; expected ", plan_.n_layer, ", one per layer; ", plan_again);
@@ -735,7 +750,8 @@ private:
         for (size_t i = 0; i < values.size(); i++) {
             if (!std::isfinite(values[i]) || values[i] < low || values[i] > high) {
                 return error_at(path_, key, " of layer ", i, " is ", values[i], "; expected a finite number",
-                    low > -HUGE_VALF ? join(" from ", low, high < HUGE_VALF ? join(" to ", high) : " up") : "", "; ", plan_again);
+                                low > -HUGE_VALF ? join(" from ", low, high < HUGE_VALF ? join(" to ", high) : " up") : "", "; ",
+                                plan_again);
             }
             set(plan_.layers[i], values[i]);
         }
@@ -746,24 +762,26 @@ private:
         const std::string_view architecture = view_.find_string(format::key_architecture);
         if (architecture != format::architecture) {
             return error_at(path_, format::key_architecture, " is '", shown(architecture), "'; expected '", format::architecture,
-                "'; give an extended GGUF (powerinfer profile makes one for a model).");
+                            "'; give an extended GGUF (powerinfer profile makes one for a model).");
         }
         uint32_t version = 0, n_layer = 0, n_embd = 0;
         POWERINFER_TRY(read_scalar(format::key_format_version, need::required, version));
         if (version < 1 || version > format::version) {
             return error_at(path_, format::key_format_version, " is ", version, "; this build reads up to ", format::version,
-                ". Convert the model again.");
+                            ". Convert the model again.");
         }
         if (const gguf_value * value = view_.find_key(format::key_alignment)) {
             uint64_t alignment = 0;
             view_.find_integer(format::key_alignment, alignment);
             if (value->is_array || alignment != format::alignment) {
-                return error_at(path_, format::key_alignment, " is ", alignment, "; expected ", format::alignment, "; ", plan_again);
+                return error_at(path_, format::key_alignment, " is ", alignment, "; expected ", format::alignment, "; ",
+                                plan_again);
             }
         }
         POWERINFER_TRY(read_scalar(format::key_block_count, need::required, n_layer));
         if (n_layer < 1 || n_layer > format::max_block_count) {
-            return error_at(path_, format::key_block_count, " is ", n_layer, "; expected 1 .. ", format::max_block_count, "; ", plan_again);
+            return error_at(path_, format::key_block_count, " is ", n_layer, "; expected 1 .. ", format::max_block_count, "; ",
+                            plan_again);
         }
         POWERINFER_TRY(read_scalar(format::key_embedding_length, need::required, n_embd));
         if (n_embd < 1 || n_embd > INT32_MAX) {
@@ -785,7 +803,7 @@ private:
         const int i_activation = index_of(format::activations, activation);
         if (i_activation < 0) {
             return error_at(path_, format::key_ffn_activation, " is '", shown(activation), "'; expected one of ",
-                list_of(format::activations), "; ", plan_again);
+                            list_of(format::activations), "; ", plan_again);
         }
         plan_.activation = activation_kind(int(activation_kind::relu) + i_activation);
         if (gated > 1) {
@@ -793,12 +811,12 @@ private:
         }
         plan_.gated = gated == 1;
         if (plan_.activation == activation_kind::drelu && !plan_.gated) {
-            return error_at(path_, format::key_ffn_activation, " is drelu and ", format::key_ffn_gated, " is false; expected a gated FFN; ",
-                plan_again);
+            return error_at(path_, format::key_ffn_activation, " is drelu and ", format::key_ffn_gated,
+                            " is false; expected a gated FFN; ", plan_again);
         }
         if (!input.empty() && index_of(format::predictor_inputs, input) < 0) {
             return error_at(path_, format::key_predictor_input, " is '", shown(input), "'; expected one of ",
-                list_of(format::predictor_inputs), "; ", plan_again);
+                            list_of(format::predictor_inputs), "; ", plan_again);
         }
         plan_.predictor_reads_residual = index_of(format::predictor_inputs, input) == 1;
         plan_.has_loss = view_.find_key(format::key_ffn_loss) != nullptr;
@@ -820,21 +838,22 @@ private:
         for (size_t i = 0; i < plan_.layers.size(); i++) {
             plan_layer & layer = plan_.layers[i];
             if (n_ff[i] > INT32_MAX) {
-                return error_at(path_, format::key_feed_forward_length, " of layer ", i, " is ", n_ff[i], "; expected at most ", INT32_MAX,
-                    "; ", plan_again);
+                return error_at(path_, format::key_feed_forward_length, " of layer ", i, " is ", n_ff[i], "; expected at most ",
+                                INT32_MAX, "; ", plan_again);
             }
             layer.n_ff = n_ff[i];
             layer.digest = std::string(digests[i]);
             const bool is_hex = digests[i].find_first_not_of("0123456789abcdef") == std::string_view::npos;
             if (!is_hex || digests[i].size() != (layer.n_ff > 0 ? 64 : 0)) {
                 return error_at(path_, format::key_base_ffn_digest, " of layer ", i, " is '", shown(digests[i]), "'; expected ",
-                    layer.n_ff > 0 ? "64 hexadecimal digits" : "nothing, because the layer isn't covered", "; ", plan_again);
+                                layer.n_ff > 0 ? "64 hexadecimal digits" : "nothing, because the layer isn't covered", "; ",
+                                plan_again);
             }
             if (!kinds.empty()) {
                 const int i_kind = index_of(format::predictor_kinds, kinds[i]);
                 if (i_kind < 0) {
-                    return error_at(path_, format::key_predictor_kind, " of layer ", i, " is '", shown(kinds[i]), "'; expected one of ",
-                        list_of(format::predictor_kinds), "; ", plan_again);
+                    return error_at(path_, format::key_predictor_kind, " of layer ", i, " is '", shown(kinds[i]),
+                                    "'; expected one of ", list_of(format::predictor_kinds), "; ", plan_again);
                 }
                 layer.predictor = predictor_kind(i_kind);
             }
@@ -843,12 +862,16 @@ private:
             }
         }
         constexpr float any = HUGE_VALF;
-        POWERINFER_TRY(read_floats(format::key_ffn_activation_param, 0, any, [](plan_layer & l, float v) { l.activation_param = v; }));
+        POWERINFER_TRY(
+            read_floats(format::key_ffn_activation_param, 0, any, [](plan_layer & l, float v) { l.activation_param = v; }));
         POWERINFER_TRY(read_floats(format::key_ffn_threshold, 0, any, [](plan_layer & l, float v) { l.threshold = v; }));
-        POWERINFER_TRY(read_floats(format::key_ffn_product_threshold, 0, any, [](plan_layer & l, float v) { l.product_threshold = v; }));
-        POWERINFER_TRY(read_floats(format::key_predictor_threshold, -any, any, [](plan_layer & l, float v) { l.predictor_threshold = v; }));
+        POWERINFER_TRY(
+            read_floats(format::key_ffn_product_threshold, 0, any, [](plan_layer & l, float v) { l.product_threshold = v; }));
+        POWERINFER_TRY(
+            read_floats(format::key_predictor_threshold, -any, any, [](plan_layer & l, float v) { l.predictor_threshold = v; }));
         POWERINFER_TRY(read_floats(format::key_predictor_recall, 0, 1, [](plan_layer & l, float v) { l.predictor_recall = v; }));
-        POWERINFER_TRY(read_floats(format::key_predictor_candidate_density, 0, 1, [](plan_layer & l, float v) { l.predictor_density = v; }));
+        POWERINFER_TRY(
+            read_floats(format::key_predictor_candidate_density, 0, 1, [](plan_layer & l, float v) { l.predictor_density = v; }));
         return read_floats(format::key_profile_density, 0, 1, [](plan_layer & l, float v) { l.profile_density = v; });
     }
 
@@ -860,44 +883,49 @@ private:
             std::string_view rest;
             bool known = name == format::tensor_base;
             if (split_layer_name(name, i_layer, rest)) {
-                for (const char * pattern : {format::tensor_neuron_order, format::tensor_neuron_frequency, format::tensor_ffn_down_t,
-                                             format::tensor_predictor_fc1, format::tensor_predictor_fc2}) {
+                for (const char * pattern :
+                     {format::tensor_neuron_order, format::tensor_neuron_frequency, format::tensor_ffn_down_t,
+                      format::tensor_predictor_fc1, format::tensor_predictor_fc2}) {
                     known = known || rest == pattern + prefix;
                 }
                 if (known && i_layer >= plan_.n_layer) {
                     return error_at(path_, "tensor ", shown(name), " belongs to layer ", i_layer, "; expected layers 0 .. ",
-                        plan_.n_layer - 1, " (", format::key_block_count, "); ", plan_again);
+                                    plan_.n_layer - 1, " (", format::key_block_count, "); ", plan_again);
                 }
                 if (known && plan_.layers[size_t(i_layer)].n_ff == 0) {
-                    return error_at(path_, "tensor ", shown(name), " belongs to layer ", i_layer, ", which the plan doesn't cover (",
-                        format::key_feed_forward_length, " is 0); ", plan_again);
+                    return error_at(path_, "tensor ", shown(name), " belongs to layer ", i_layer,
+                                    ", which the plan doesn't cover (", format::key_feed_forward_length, " is 0); ", plan_again);
                 }
             }
             if (!known) {
-                return error_at(path_, "tensor ", shown(name), " isn't part of format version ", format::version, "; ", plan_again);
+                return error_at(path_, "tensor ", shown(name), " isn't part of format version ", format::version, "; ",
+                                plan_again);
             }
         }
         return {};
     }
 
-    const gguf_tensor * find(const char * pattern, int64_t i_layer) const { return view_.find_tensor(layer_name(pattern, i_layer)); }
+    const gguf_tensor * find(const char * pattern, int64_t i_layer) const {
+        return view_.find_tensor(layer_name(pattern, i_layer));
+    }
 
     status expect_vector(const char * pattern, int64_t i_layer, const gguf_tensor & tensor, ggml_type type, int64_t n) const {
         if (tensor.type != type || tensor.ne[0] != n || !is_matrix(&tensor, n, 1)) {
-            return error_at(path_, "layer ", i_layer, "'s ", layer_name(pattern, i_layer), " is ", ggml_type_name(tensor.type), " ",
-                shape_of(tensor), "; expected ", ggml_type_name(type), " [", n, "]; ", plan_again);
+            return error_at(path_, "layer ", i_layer, "'s ", layer_name(pattern, i_layer), " is ", ggml_type_name(tensor.type),
+                            " ", shape_of(tensor), "; expected ", ggml_type_name(type), " [", n, "]; ", plan_again);
         }
         return {};
     }
 
-    status read_rows(const char * pattern, int64_t i_layer, const gguf_tensor & tensor, int64_t ne0, int64_t ne1, plan_tensor & out) const {
+    status read_rows(const char * pattern, int64_t i_layer, const gguf_tensor & tensor, int64_t ne0, int64_t ne1,
+                     plan_tensor & out) const {
         if (!is_matrix(&tensor, ne0, ne1)) {
-            return error_at(path_, "layer ", i_layer, "'s ", layer_name(pattern, i_layer), " has shape ", shape_of(tensor), "; expected [", ne0,
-                ", ", ne1, "]; ", plan_again);
+            return error_at(path_, "layer ", i_layer, "'s ", layer_name(pattern, i_layer), " has shape ", shape_of(tensor),
+                            "; expected [", ne0, ", ", ne1, "]; ", plan_again);
         }
         if (!has_to_float(tensor.type)) {
-            return error_at(path_, "layer ", i_layer, "'s ", layer_name(pattern, i_layer), " is of type ", ggml_type_name(tensor.type),
-                "; expected a type that holds weights; ", plan_again);
+            return error_at(path_, "layer ", i_layer, "'s ", layer_name(pattern, i_layer), " is of type ",
+                            ggml_type_name(tensor.type), "; expected a type that holds weights; ", plan_again);
         }
         out = {tensor.type, ne0, ne1, tensor.data, size_t(tensor.size_bytes)};
         return {};
@@ -913,8 +941,8 @@ private:
             for (size_t p = 0; p < layer.neuron_order.size(); p++) {
                 const int32_t row = layer.neuron_order[p];
                 if (row < 0 || row >= layer.n_ff || seen[size_t(row)]) {
-                    return error_at(path_, "layer ", i_layer, "'s neuron_order has ", row, " at position ", p, "; expected each of 0 .. ",
-                        layer.n_ff - 1, " once; ", plan_again);
+                    return error_at(path_, "layer ", i_layer, "'s neuron_order has ", row, " at position ", p,
+                                    "; expected each of 0 .. ", layer.n_ff - 1, " once; ", plan_again);
                 }
                 seen[size_t(row)] = true;
             }
@@ -927,7 +955,7 @@ private:
                 const float share = layer.neuron_frequency[p];
                 if (!(share >= 0.0f && share <= 1.0f)) {
                     return error_at(path_, "layer ", i_layer, "'s neuron_frequency is ", share, " at position ", p,
-                        "; expected a share from 0 to 1; ", plan_again);
+                                    "; expected a share from 0 to 1; ", plan_again);
                 }
             }
         }
@@ -944,18 +972,19 @@ private:
         if (layer.predictor == predictor_kind::none) {
             if (fc1 || fc2) {
                 return error_at(path_, "layer ", i_layer, " has predictor tensors but ", format::key_predictor_kind, " is ", kind,
-                    "; expected mlp or linear; ", plan_again);
+                                "; expected mlp or linear; ", plan_again);
             }
             return {};
         }
         if (!fc1 || !fc2) {
             return error_at(path_, "layer ", i_layer, "'s ", format::key_predictor_kind, " is ", kind, " but ",
-                layer_name(fc1 ? format::tensor_predictor_fc2 : format::tensor_predictor_fc1, i_layer), " is missing; ", plan_again);
+                            layer_name(fc1 ? format::tensor_predictor_fc2 : format::tensor_predictor_fc1, i_layer),
+                            " is missing; ", plan_again);
         }
         const int64_t rank = fc1->ne[1];
         if (rank < 1 || rank > plan_.n_embd) {
             return error_at(path_, "layer ", i_layer, "'s predictor has rank ", rank, "; expected 1 .. ", plan_.n_embd, " (",
-                format::key_embedding_length, "); ", plan_again);
+                            format::key_embedding_length, "); ", plan_again);
         }
         POWERINFER_TRY(read_rows(format::tensor_predictor_fc1, i_layer, *fc1, plan_.n_embd, rank, layer.fc1));
         return read_rows(format::tensor_predictor_fc2, i_layer, *fc2, rank, layer.n_ff, layer.fc2);
@@ -968,8 +997,9 @@ private:
             }
             const uint64_t offset = uint64_t(embedded->data - plan_.file->data());
             if (embedded->type != GGML_TYPE_I8 || !is_matrix(embedded, embedded->ne[0], 1) || offset % format::alignment != 0) {
-                return error_at(path_, "tensor base is ", ggml_type_name(embedded->type), " ", shape_of(*embedded), " at byte ", offset,
-                    "; expected i8 [size] at a multiple of ", format::alignment, "; pack the plan again (powerinfer pack).");
+                return error_at(path_, "tensor base is ", ggml_type_name(embedded->type), " ", shape_of(*embedded), " at byte ",
+                                offset, "; expected i8 [size] at a multiple of ", format::alignment,
+                                "; pack the plan again (powerinfer pack).");
             }
             plan_.base_path = path_;
             plan_.base_offset_bytes = offset;
@@ -981,17 +1011,20 @@ private:
             std::string_view name;
             POWERINFER_TRY(read_scalar(format::key_base_file, need::optional, name));
             if (name.empty()) {
-                return error_at(path_, "has neither ", format::key_base_file, " nor an embedded base model; expected one of them; "
-                    "name the base model.");
+                return error_at(path_, "has neither ", format::key_base_file,
+                                " nor an embedded base model; expected one of them; "
+                                "name the base model.");
             }
             if (name == "." || name == ".." || name.find_first_of(std::string_view("/\\\0", 3)) != std::string_view::npos) {
-                return error_at(path_, format::key_base_file, " is '", shown(name), "'; expected a file name without folders; "
-                    "name the base model yourself, or ", plan_again);
+                return error_at(path_, format::key_base_file, " is '", shown(name),
+                                "'; expected a file name without folders; "
+                                "name the base model yourself, or ",
+                                plan_again);
             }
             plan_.base_path = folder_of(path_) + std::string(name);
             if (!is_file(plan_.base_path)) {
                 return error_at(path_, format::key_base_file, " is '", shown(name), "' but ", plan_.base_path,
-                    " isn't a file; expected the base model there; put it beside the plan or name it.");
+                                " isn't a file; expected the base model there; put it beside the plan or name it.");
             }
         }
         return base_model::open(plan_.base_path, base);
@@ -1000,12 +1033,12 @@ private:
     status check_base(const base_model & base) const {
         const std::string & where = base.where();
         if (base.architecture() != plan_.base_architecture) {
-            return error_at(path_, "the base model ", where, " has architecture '", shown(base.architecture()), "'; the plan was made for '",
-                shown(plan_.base_architecture), "'; ", use_base);
+            return error_at(path_, "the base model ", where, " has architecture '", shown(base.architecture()),
+                            "'; the plan was made for '", shown(plan_.base_architecture), "'; ", use_base);
         }
         if (base.n_layer() != plan_.n_layer || base.n_embd() != plan_.n_embd) {
             return error_at(path_, "the base model ", where, " has ", base.n_layer(), " layers of width ", base.n_embd(),
-                "; the plan was made for ", plan_.n_layer, " of width ", plan_.n_embd, "; ", use_base);
+                            "; the plan was made for ", plan_.n_layer, " of width ", plan_.n_embd, "; ", use_base);
         }
         for (int64_t i = 0; i < plan_.n_layer; i++) {
             const plan_layer & layer = plan_.layers[size_t(i)];
@@ -1017,23 +1050,25 @@ private:
             const gguf_tensor * down = base.find_layer_tensor(format::tensor_base_down, i);
             if (!up || !down || plan_.gated != (gate != nullptr)) {
                 return error_at(path_, "layer ", i, "'s FFN in the base model ", where, " has ", gate ? "a gate, " : "no gate, ",
-                    up ? "up" : "no up", " and ", down ? "down" : "no down", "; the plan was made for ", plan_.gated ? "" : "no gate, ",
-                    plan_.gated ? "gate, up and down" : "up and down", "; ", use_base);
+                                up ? "up" : "no up", " and ", down ? "down" : "no down", "; the plan was made for ",
+                                plan_.gated ? "" : "no gate, ", plan_.gated ? "gate, up and down" : "up and down", "; ",
+                                use_base);
             }
             for (const gguf_tensor * rows : {gate, up}) {
                 if (rows && !is_matrix(rows, plan_.n_embd, layer.n_ff)) {
-                    return error_at(path_, "layer ", i, "'s ", rows == up ? "up" : "gate", " in the base model ", where, " has shape ",
-                        shape_of(*rows), "; the plan was made for [", plan_.n_embd, ", ", layer.n_ff, "]; ", use_base);
+                    return error_at(path_, "layer ", i, "'s ", rows == up ? "up" : "gate", " in the base model ", where,
+                                    " has shape ", shape_of(*rows), "; the plan was made for [", plan_.n_embd, ", ", layer.n_ff,
+                                    "]; ", use_base);
                 }
             }
             if (!is_matrix(down, layer.n_ff, plan_.n_embd)) {
                 return error_at(path_, "layer ", i, "'s down in the base model ", where, " has shape ", shape_of(*down),
-                    "; the plan was made for [", layer.n_ff, ", ", plan_.n_embd, "]; ", use_base);
+                                "; the plan was made for [", layer.n_ff, ", ", plan_.n_embd, "]; ", use_base);
             }
             const std::string digest = base.digest(i);
             if (digest != layer.digest) {
                 return error_at(path_, "layer ", i, "'s FFN has digest ", digest.substr(0, 12), "... in the base model ", where,
-                    "; the plan was made for ", layer.digest.substr(0, 12), "...; ", use_base);
+                                "; the plan was made for ", layer.digest.substr(0, 12), "...; ", use_base);
             }
         }
         return {};
@@ -1056,10 +1091,6 @@ status guarded(const std::string & where, Body body) {
 
 }  // namespace
 
-namespace {
-constexpr size_t tail_bytes = 4096;
-}
-
 status mapped_file::open(const std::string & path, std::shared_ptr<mapped_file> & out) {
     // O_NONBLOCK: a pipe is refused below instead of waited for
     const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
@@ -1074,7 +1105,7 @@ status mapped_file::open(const std::string & path, std::shared_ptr<mapped_file> 
     std::shared_ptr<mapped_file> file(new mapped_file());
     file->size_bytes_ = size_t(info.st_size);
     if (file->size_bytes_ > 0) {
-        // Kernels may read row_tail_bytes past a row: a page of zeros follows the file.
+        // the file over the start of a larger anonymous mapping, whose last page stays zeros
         void * data = mmap(nullptr, file->size_bytes_ + tail_bytes, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
         if (data != MAP_FAILED && mmap(data, file->size_bytes_, PROT_READ, MAP_SHARED | MAP_FIXED, fd, 0) == MAP_FAILED) {
             const int code = errno;
@@ -1086,7 +1117,7 @@ status mapped_file::open(const std::string & path, std::shared_ptr<mapped_file> 
             const int code = errno;
             ::close(fd);
             return error_at(path, "can't be mapped into memory (", std::strerror(code), "); expected ", info.st_size,
-                " bytes of address space; check the file system.");
+                            " bytes of address space; check the file system.");
         }
         file->data_ = static_cast<const uint8_t *>(data);
     }
@@ -1104,8 +1135,8 @@ mapped_file::~mapped_file() {
 std::string plan_digest(const std::vector<digest_tensor> & tensors) {
     sha256 hash;
     for (const digest_tensor & tensor : tensors) {
-        const std::string text = tensor.name + "\n" + tensor.type_name + "\n" + std::to_string(tensor.ne0) + "," +
-                                 std::to_string(tensor.ne1) + "\n";
+        const std::string text =
+            tensor.name + "\n" + tensor.type_name + "\n" + std::to_string(tensor.ne0) + "," + std::to_string(tensor.ne1) + "\n";
         hash.update(text.data(), text.size());
         hash.update(tensor.head, tensor.head_bytes);
     }
@@ -1137,9 +1168,9 @@ status plan_from_base(const std::string & base_path, plan & out) {
             }
             const int64_t n_ff = down->ne[0];
             // a fused gate and up has 2 * n_ff rows
-            const bool fits = n_ff > 0 && n_ff <= INT32_MAX && is_matrix(up, out.n_embd, n_ff) && is_matrix(down, n_ff, out.n_embd) &&
-                              (!gate || is_matrix(gate, out.n_embd, n_ff)) && has_to_float(up->type) && has_to_float(down->type) &&
-                              (!gate || has_to_float(gate->type));
+            const bool fits = n_ff > 0 && n_ff <= INT32_MAX && is_matrix(up, out.n_embd, n_ff) &&
+                              is_matrix(down, n_ff, out.n_embd) && (!gate || is_matrix(gate, out.n_embd, n_ff)) &&
+                              has_to_float(up->type) && has_to_float(down->type) && (!gate || has_to_float(gate->type));
             if (!fits || (any && out.gated != (gate != nullptr))) {
                 continue;
             }
@@ -1158,7 +1189,8 @@ status model_file_kind_of(const std::string & path, model_file_kind & out) {
         gguf_view view;
         POWERINFER_TRY(mapped_file::open(path, file));
         POWERINFER_TRY(gguf_view::parse(path, file->data(), file->size_bytes(), view));
-        out = view.find_string(format::key_architecture) == format::architecture ? model_file_kind::extended : model_file_kind::plain;
+        out = view.find_string(format::key_architecture) == format::architecture ? model_file_kind::extended
+                                                                                 : model_file_kind::plain;
         return {};
     });
 }
@@ -1173,7 +1205,8 @@ std::string plan_find_sidecar(const std::string & model_path) {
     std::vector<std::string> stems = {stem};
     if (stem.size() > split.size()) {
         const std::string_view tail = std::string_view(stem).substr(stem.size() - split.size());
-        const bool is_split = tail.substr(0, 10) == split.substr(0, 10) && tail.find_first_not_of("0123456789", 10) == std::string_view::npos;
+        const bool is_split =
+            tail.substr(0, 10) == split.substr(0, 10) && tail.find_first_not_of("0123456789", 10) == std::string_view::npos;
         if (is_split) {
             stems.push_back(stem.substr(0, stem.size() - split.size()));
         }
