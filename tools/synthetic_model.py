@@ -39,9 +39,9 @@ ROPE_BASE = 10000.0
 RMS_EPSILON = 1e-5
 N_CONTROL_TOKENS = 3
 N_BYTE_TOKENS = 256
-# Offsets into the pool of random blocks are multiples of the longest block.
-POOL_STEP = 256
-N_THREADS = min(2, os.cpu_count() or 1)
+# The pool of random blocks is rounded in rows of this many values: whole blocks of every type.
+POOL_ROW = 256
+N_THREADS = os.cpu_count() or 1
 
 
 def _option(default, flag: str, text: str):
@@ -60,11 +60,15 @@ class SyntheticOptions:
     vocab: int = _option(32000, "--vocab", "vocabulary size, at least 260")
     row_type: str = _option("q4_0", "--type", "ggml type of all weight rows, e.g. q4_0, q8_0, q4_K, f16, f32")
     density: float = _option(0.1, "--density", "wished share of active neurons, in (0, 1]")
-    power_law: float = _option(1.0, "--power-law", "frequency of the k-th hottest neuron ~ k ** -EXPONENT; 0: all equal")
+    power_law: float = _option(
+        1.0, "--power-law", "frequency of the k-th hottest neuron ~ k ** -EXPONENT; 0: all equal"
+    )
     rank: int = _option(0, "--rank", "rank of the predictor, a multiple of 32; 0: n_embd / 16")
     predictor_type: str = _option("q4_0", "--predictor-type", "ggml type of the predictor's rows")
     recall: float = _option(0.96, "--recall", "share of active neurons that the predictor must keep")
-    tokens: int = _option(512, "--tokens", "random tokens run through the model: half fit, a quarter each choose and measure")
+    tokens: int = _option(
+        384, "--tokens", "random tokens run through the model: half fit, a quarter each choose and measure"
+    )
     seed: int = _option(0, "--seed", "of all random numbers")
 
     @property
@@ -91,9 +95,13 @@ class SyntheticOptions:
         if self.n_embd < 2 * N_CONSTANT:
             raise OptionError(f"synthetic: n_embd is {self.n_embd}; expected at least {2 * N_CONSTANT}.")
         if self.n_embd % self.heads or self.head_dim % 2:
-            raise OptionError(f"synthetic: {self.heads} heads don't cut n_embd {self.n_embd} into even parts; change --heads.")
+            raise OptionError(
+                f"synthetic: {self.heads} heads don't cut n_embd {self.n_embd} into even parts; change --heads."
+            )
         if self.heads % self.n_kv:
-            raise OptionError(f"synthetic: {self.heads} heads can't share {self.n_kv} key/value heads; change --kv-heads.")
+            raise OptionError(
+                f"synthetic: {self.heads} heads can't share {self.n_kv} key/value heads; change --kv-heads."
+            )
         if self.vocab < N_CONTROL_TOKENS + N_BYTE_TOKENS + 1:
             raise OptionError(f"synthetic: vocab is {self.vocab}; expected at least 260 (bytes, control, one word).")
         if not 0.0 < self.density <= 1.0 or not 0.0 < self.recall <= 1.0:
@@ -175,15 +183,12 @@ class RandomPool:
         self._rng = rng
         self._row_type = options.row_type
         self.std = 2.0 ** -round(math.log2(options.n_embd) / 2)
-        n_values = max(options.vocab, options.n_ff, options.n_embd) * options.n_embd + (1 << 20)
-        n_values = -(-n_values // POOL_STEP) * POOL_STEP
-        # (1, n_values): one long row, cut into rows by the windows
-        self._values = rng.standard_normal((1, n_values), dtype=np.float32)
-        self._values *= np.float32(self.std)
-        self._bytes = quantize_rows(self._values.reshape(-1, POOL_STEP), self._row_type, n_threads=N_THREADS).ravel()
-        dequantize_rows(
-            self._bytes.reshape(n_values // POOL_STEP, -1), self._row_type, out=self._values.reshape(-1, POOL_STEP)
-        )
+        n_rows = max(options.vocab, options.n_ff, options.n_embd) * options.n_embd // POOL_ROW + (1 << 12)
+        values = rng.standard_normal((n_rows, POOL_ROW), dtype=np.float32)
+        values *= np.float32(self.std)
+        rows = quantize_rows(values, self._row_type, n_threads=N_THREADS)
+        self._values = dequantize_rows(rows, self._row_type, out=values, n_threads=N_THREADS).ravel()
+        self._bytes = rows.ravel()
 
     def window(self, n_rows: int, n_values: int) -> tuple[np.ndarray, np.ndarray]:
         """A random matrix.
@@ -192,12 +197,11 @@ class RandomPool:
             (n_rows, row bytes) uint8 and (n_rows, n_values) float32 that they decode to; read-only views.
         """
         n = n_rows * n_values
-        first = int(self._rng.integers((self._values.size - n) // POOL_STEP + 1)) * POOL_STEP
-        step_bytes = row_bytes(POOL_STEP, self._row_type)
-        first_byte = first // POOL_STEP * step_bytes
-        row_size = row_bytes(n_values, self._row_type)
-        rows = self._bytes[first_byte : first_byte + n_rows * row_size].reshape(n_rows, row_size)
-        return rows, self._values[0, first : first + n].reshape(n_rows, n_values)
+        block, block_bytes = gguf.GGML_QUANT_SIZES[row_type_id(self._row_type)]
+        first = int(self._rng.integers((self._values.size - n) // block + 1))
+        rows = self._bytes[first * block_bytes : (first * block + n) // block * block_bytes]
+        values = self._values[first * block : first * block + n]
+        return rows.reshape(n_rows, -1), values.reshape(n_rows, n_values)
 
 
 class BaseWriter:
@@ -358,6 +362,25 @@ class _Generator:
             part[:, :N_CONSTANT] = constant
             rows[first : first + 4096] = quantize_rows(part, options.row_type, n_threads=N_THREADS)
         return rows, dequantize_rows(rows[tokens], options.row_type)
+
+    def output(self) -> np.ndarray:
+        """Output projection of numbers of its own: a row that is also an embedding would always be the next token.
+
+        The rows of control and byte tokens are zero: generated tokens are words.
+
+        Returns:
+            (n_vocab, row bytes) uint8.
+        """
+        options = self.options
+        rows = np.empty((options.vocab, row_bytes(options.n_embd, options.row_type)), np.uint8)
+        width = np.float32(self.pool.std * math.sqrt(12.0))
+        for first in range(0, options.vocab, 4096):
+            n_rows = min(4096, options.vocab - first)
+            part = (self.rng.random((n_rows, options.n_embd), dtype=np.float32) - np.float32(0.5)) * width
+            if first == 0:
+                part[: N_CONTROL_TOKENS + N_BYTE_TOKENS] = 0.0
+            rows[first : first + n_rows] = quantize_rows(part, options.row_type, n_threads=N_THREADS)
+        return rows
 
     def down(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Down projection, one for all layers (rounding it twice for each would take half of the time).
@@ -538,13 +561,10 @@ def _write_layers(
             f"layer {i_layer}: density {quality.density:.3f}, overlap {overlap:.2f}, recall {quality.recall:.3f} "
             f"at candidate_density {quality.candidate_density:.3f}"
         )
-    # generated tokens are words: the rows of control and byte tokens are zero, and the constant says nothing
+    # the constant says nothing about the next token
     output_norm = np.ones(n_embd, np.float32)
     output_norm[:N_CONSTANT] = 0.0
-    output_rows = pool.window(options.vocab, n_embd)[0].copy()
-    n_silent = N_CONTROL_TOKENS + N_BYTE_TOKENS
-    output_rows[:n_silent] = quantize_rows(np.zeros((n_silent, n_embd), np.float32), options.row_type)
-    writer.write(output_norm, output_rows)
+    writer.write(output_norm, state.output())
     density, candidate_density, recall, overlap, top_share = (float(v) for v in np.mean(measured, axis=0))
     predictor_bytes = sum(layer.fc1.data.nbytes + layer.fc2.data.nbytes for layer in layers)
     return layers, SyntheticReport(
