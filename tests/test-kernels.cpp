@@ -199,7 +199,8 @@ std::vector<uint8_t> pack(const row_kernels & k, const std::vector<float> & x) {
     return packed;
 }
 
-std::vector<float> dot(const row_kernels & k, const matrix & m, const std::vector<float> & x, const int32_t * ids, int64_t n_ids) {
+std::vector<float> dot(const row_kernels & k, const matrix & m, const std::vector<float> & x, const int32_t * ids,
+                       int64_t n_ids) {
     std::vector<float> out(n_ids, -1.0f);
     k.dot_rows(m.n, m.bytes.get(), m.stride_bytes, ids, n_ids, pack(k, x).data(), out.data());
     return out;
@@ -227,8 +228,8 @@ std::vector<int32_t> random_ids(int64_t n_ids, int64_t n_rows) {  // ascending, 
 }
 
 // dot_rows and add_rows of one matrix and list against the double reference and the scalar set.
-void check_list(const row_kernels & k, const row_kernels & scalar, const matrix & m, const std::vector<std::vector<double>> & rows,
-                const int32_t * ids, int64_t n_ids) {
+void check_list(const row_kernels & k, const row_kernels & scalar, const matrix & m,
+                const std::vector<std::vector<double>> & rows, const int32_t * ids, int64_t n_ids) {
     const std::vector<float> x = random_x(m.n);
     const std::vector<double> x_seen = seen_x(m.type, x);
     const std::vector<float> out = dot(k, m, x, ids, n_ids);
@@ -475,7 +476,7 @@ void test_matmul(const kernel_table & table) {
             CHECK(std::memcmp(alone.data(), out.data() + t * ld_out, s.n_w * sizeof(float)) == 0);
         }
 
-        for (const double density : {0.0, 0.1, 1.0}) {
+        for (const double density : {0.0, 0.1, 0.7, 1.0}) {
             std::vector<float> a = random_x(int64_t(exact(s.n_x, ld_a, s.n_w)));
             for (float & v : a) {
                 v = std::uniform_real_distribution<double>()(rng) < density ? v : 0.0f;
@@ -503,6 +504,19 @@ void test_matmul(const kernel_table & table) {
                 CHECK(std::memcmp(alone.data(), sum.data() + t * ld_y, s.n * sizeof(float)) == 0);
             }
         }
+    }
+}
+
+// A row of w that one token doesn't use may hold NaN: the token beside it that does use it gets NaN, it doesn't.
+void test_matmul_skips_zeros(const kernel_table & table) {
+    const int64_t n_x = 4, n_w = 40, n = 129;
+    std::vector<float> a = random_x(n_x * n_w), w = random_x(n_w * n), y(n_x * n);
+    std::fill(w.begin() + 7 * n, w.begin() + 8 * n, std::nanf(""));
+    a[0 * n_w + 7] = 0.0f;
+    a[2 * n_w + 7] = -0.0f;
+    table.matmul_nn_add(n_x, n_w, n, a.data(), n_w, w.data(), n, y.data(), n);
+    for (int64_t i = 0; i < n_x * n; ++i) {
+        CHECK(std::isnan(y[i]) == (i / n % 2 == 1));
     }
 }
 
@@ -603,6 +617,7 @@ int main() {
         test_x_of_zeros_and_extremes(*table, type);
     }
     test_matmul(*table);
+    test_matmul_skips_zeros(*table);
     test_add(*table);
     test_silu(*table);
     return check_result();

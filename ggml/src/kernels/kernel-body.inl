@@ -1,10 +1,12 @@
-// Vector code shared by the wide sets, written over a few primitives that the including file defines before:
-//   vf, vf_n                   a vector of vf_n floats
-//   vf_zero, vf_set, vf_load, vf_store, vf_load_part, vf_store_part, vf_first, vf_add, vf_fma, vf_sum4,
-//   vf_div, vf_max, vf_min, vf_round, vf_scale2, vf_nonzero, vf_load_f16, vf_load_bf16
-//   block_scale_of             the scale of 32 values of x
-//   matmul_n_x, matmul_v       register tiles: rows of x in matmul_nt, vectors of columns in matmul_nn_add
+// Vector code shared by the wide sets, written once over the primitives that the including file defines before.
 // Included once per file, inside its anonymous namespace: nothing here has a name that the linker could share.
+
+// The primitives:
+//   vf, vf_n                     a vector of vf_n floats
+//   vf_zero, vf_set, vf_load, vf_store, vf_load_part, vf_store_part, vf_first, vf_add, vf_fma, vf_div, vf_max, vf_min,
+//   vf_round, vf_scale2, vf_sum4, vf_nonzero, vf_load_f16, vf_load_bf16
+//   block_scale, block_scale_of  how 32 values of x are quantized
+//   matmul_n_x, matmul_v         register tiles: rows of x in matmul_nt, vectors of columns in matmul_nn_add
 
 const uint8_t * row_at(const void * rows, size_t stride_bytes, const int32_t * ids, int64_t i) {
     return static_cast<const uint8_t *>(rows) + size_t(ids ? ids[i] : i) * stride_bytes;
@@ -54,6 +56,7 @@ void for_rows(int64_t i, int64_t n_ids, const Pass & pass) {
     }
 }
 
+// The arguments that dot_rows and add_rows share.
 struct row_list {
     int64_t n;
     size_t row_bytes;

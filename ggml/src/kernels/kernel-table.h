@@ -45,7 +45,7 @@ struct kernel_table {
     void (*matmul_nt)(int64_t n_x, int64_t n_w, int64_t n, const float * x, int64_t ld_x, const float * w, int64_t ld_w,
                       float * out, int64_t ld_out);
 
-    // y[t][j] += sum over i of a[t][i] * w[i][j]; zeros in `a` may be skipped. a (n_x, n_w), w (n_w, n), y (n_x, n).
+    // y[t][j] += sum over i of a[t][i] * w[i][j]; rows of w whose a is zero are skipped. a (n_x, n_w), w (n_w, n), y (n_x, n).
     void (*matmul_nn_add)(int64_t n_x, int64_t n_w, int64_t n, const float * a, int64_t ld_a, const float * w, int64_t ld_w,
                           float * y, int64_t ld_y);
 
