@@ -16,6 +16,8 @@ from powerinfer_py import _core
 N_TOKENS = 9
 # F32 weights and F32 KV cache: only the order of summation differs.
 TOLERANCE = 1e-4
+# Upstream's gelu reads a table by an input rounded to F16: a last-bit difference before it can become one of 5e-4 behind it.
+GELU_TOLERANCE = 1e-3
 
 base = ctypes.CDLL(str(Path(llama_cpp.__file__).parent / "lib" / "libggml-base.so.0"))
 base.ggml_get_name.restype = ctypes.c_char_p
@@ -107,6 +109,7 @@ def test_block_taken_apart_by_a_callback_computes_the_same(
     tiny_plan: Callable[..., Path],
     load: Callable[..., int],
 ) -> None:
+    tolerance = TOLERANCE if arch == "llama" or activation != "graph" else GELU_TOLERANCE
     path = tiny_model(arch, n_layer=3)
     if activation == "graph":
         plan = _core.Plan.open_bare(str(path), sparsity="dense")
@@ -118,11 +121,11 @@ def test_block_taken_apart_by_a_callback_computes_the_same(
         assert plan.stats()["n_blocks_by_op"] == 0
     model = load(plan, path)
     whole, _ = run(model, None, batch_size)
-    assert np.abs(whole - expected).max() < TOLERANCE
+    assert np.abs(whole - expected).max() < tolerance
 
     plan.reset_stats()
     by_node, values = run(model, lambda node: True, batch_size)
-    assert np.abs(by_node - expected).max() < TOLERANCE
+    assert np.abs(by_node - expected).max() < tolerance
     assert plan.stats()["n_blocks_by_op"] == 3 * -(-N_TOKENS // batch_size)
     assert plan.stats()["n_blocks_whole"] == 0
     assert any(node.startswith("ffn_up") for node in values)
@@ -130,7 +133,7 @@ def test_block_taken_apart_by_a_callback_computes_the_same(
     # A callback that wants one node in the middle of one block leaves the other blocks whole.
     plan.reset_stats()
     some, _ = run(model, lambda node: node == "ffn_up-1", batch_size)
-    assert np.abs(some - expected).max() < TOLERANCE
+    assert np.abs(some - expected).max() < tolerance
     assert plan.stats()["n_blocks_by_op"] == -(-N_TOKENS // batch_size)
     assert plan.stats()["n_blocks_whole"] == 2 * -(-N_TOKENS // batch_size)
 
