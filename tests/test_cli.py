@@ -124,9 +124,9 @@ def test_prompt_that_doesnt_fit_is_one_line(planned: tuple[Path, Path]) -> None:
     assert_one_line_error(run("run", model, "--plan", plan, "-p", "a" * 600, "-c", 512), "prompt", "512")
 
 
-def test_output_to_a_closed_pipe_is_quiet(planned: tuple[Path, Path]) -> None:
-    model, plan = planned
-    command = [sys.executable, "-m", "powerinfer_py.cli", "run", model, "--plan", plan, "-p", "a", "-n", "200"]
+def test_output_to_a_closed_pipe_is_quiet(smollm2: Path) -> None:
+    options = ["-p", "Once upon a time", "-n", "100", "--sparsity", "dense"]
+    command = [sys.executable, "-m", "powerinfer_py.cli", "run", smollm2, *options]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     process.stdout.read(1)
     process.stdout.close()
@@ -136,9 +136,9 @@ def test_output_to_a_closed_pipe_is_quiet(planned: tuple[Path, Path]) -> None:
     assert "Traceback" not in errors and "Exception" not in errors, errors
 
 
-def test_ctrl_c_ends_with_130_and_no_traceback(planned: tuple[Path, Path]) -> None:
-    model, plan = planned
-    command = [sys.executable, "-m", "powerinfer_py.cli", "run", model, "--plan", plan, "-p", "a", "-n", "100000"]
+def test_ctrl_c_ends_with_130_and_no_traceback(smollm2: Path) -> None:
+    options = ["-p", "Once upon a time", "-n", "1000", "--sparsity", "dense"]
+    command = [sys.executable, "-m", "powerinfer_py.cli", "run", smollm2, *options]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     process.stdout.read(1)
     time.sleep(0.1)

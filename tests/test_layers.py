@@ -80,13 +80,14 @@ def cpp_files(folder: Path) -> list[Path]:
 
 
 def imported_modules(path: Path) -> set[str]:
-    """Absolute names of the modules that a Python file imports anywhere; `from a import b` counts as a and a.b."""
+    """Names of the modules that a Python file imports anywhere; `from a import b` counts as a and a.b."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+            module = ("." * node.level) + (node.module or "")
+            found |= {module} | {f"{module}.{alias.name}" for alias in node.names}
     return found
 
 
@@ -136,7 +137,9 @@ def test_instruction_set_flags_only_in_ggml_cmake() -> None:
 
 @pytest.mark.parametrize("path", sorted(PACKAGE.glob("*.py")), ids=lambda p: p.stem)
 def test_package_module_imports_only_lower_ones(path: Path) -> None:
-    imported = {name.split(".")[1] for name in imported_modules(path) if name.startswith("powerinfer_py.")}
+    names = imported_modules(path)
+    assert not any(name.startswith(".") for name in names), f"{path.name} imports relatively"
+    imported = {name.split(".")[1] for name in names if name.startswith("powerinfer_py.")}
     known = {p.stem for p in PACKAGE.glob("*.py")} | {"_core", "tools"}
     assert path.stem in PYTHON_IMPORTS, f"{path.name} has no entry in tests/test_layers.py"
     assert imported & known <= PYTHON_IMPORTS[path.stem]
@@ -152,7 +155,7 @@ def test_tools_import_format_errors_and_each_other(path: Path) -> None:
 
 def test_package_doesnt_need_torch() -> None:
     for path in PACKAGE.glob("*.py"):
-        heavy = {name.split(".")[0] for name in imported_modules(path) if name} & {"torch", "scipy", "matplotlib"}
+        heavy = {name.split(".")[0] for name in imported_modules(path)} & {"torch", "scipy", "matplotlib"}
         assert not heavy, f"{path.name} imports {heavy}"
 
 

