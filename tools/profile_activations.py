@@ -10,9 +10,11 @@ import codecs
 import ctypes
 import hashlib
 import json
+import logging
 import math
 import tempfile
 import time
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
@@ -164,6 +166,7 @@ class Runner:
             self._stack = stack.pop_all()
 
     def _load(self, stack: ExitStack, options: ProfileOptions) -> None:
+        logging.getLogger("llama-cpp-python").setLevel(logging.ERROR)  # what upstream prints while it loads
         params = llama_cpp.llama_model_default_params()
         params.n_gpu_layers = 0
         self._model = self.plan.load_model(ctypes.addressof(params))
@@ -382,7 +385,7 @@ class State:
             with np.load(self.path, allow_pickle=False) as file:
                 meta = json.loads(str(file["meta"]))
                 arrays = {name: file[name] for name in self._ARRAYS}
-        except (OSError, ValueError, KeyError, EOFError) as error:
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
             raise FormatError(
                 f"{self.path}: it can't be read ({error}); expected the state of a stopped run; {advice}"
             ) from None
@@ -457,9 +460,10 @@ class Calibration:
                     *thresholds.neuron_impacts(self.base, self.plan.activation, i, x)
                 )
                 step()
-        with self.steps("cost of each layer", 2 * len(self.covered)) as step:
+        tests = (0, 1) if self.plan.gated else (1,)
+        with self.steps("cost of each layer", len(tests) * len(self.covered)) as step:
             for i in self.covered:
-                for test in (1, 0):
+                for test in tests:
                     if np.isnan(self.state.prices[i, test]):
                         self.state.prices[i, test] = self._price(i, test, windows, dense)
                         self.state.save_sometimes()
@@ -472,14 +476,12 @@ class Calibration:
                     self.plan.layers[i].n_ff,
                     up_bytes if gate_bytes else 0,
                     down_bytes,
-                    *self.state.prices[i],
+                    *np.nan_to_num(self.state.prices[i]),
                 )
             )
 
     def _price(self, i_layer: int, test: int, windows: np.ndarray, dense: Sequence[np.ndarray]) -> float:
         """KL divergence per dropped energy when one layer alone skips by one test."""
-        if test == 0 and not self.plan.gated:
-            return self.state.prices[i_layer, 1]  # |a| is the product itself
         curves = self.curves[i_layer]
         skipped, energy, share = (
             (curves.up_saved, curves.gate_energy, _PROBED_UP_SHARE)
@@ -700,8 +702,12 @@ def make_profile(options: ProfileOptions, steps: Steps, note: Callable[[str], No
     calibrates = plan.activation in thresholds.CALIBRATED_ACTIVATIONS
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="powerinfer-profile-")))
-        first = write_plan(plan, folder / "first.powerinfer.gguf")
-        runner = stack.enter_context(Runner(first, options, "dense" if calibrates else "exact", note))
+        first = write_plan(plan, folder / options.out.name)
+
+        def core_note(text: str) -> None:
+            note(text.replace(str(first), str(options.out)))
+
+        runner = stack.enter_context(Runner(first, options, "dense" if calibrates else "exact", core_note))
         windows, corpus = text_windows(runner, options, _MIN_WINDOWS if calibrates else 1, note)
         state = State(
             options.out.with_name(options.out.name + ".state.npz"),
@@ -815,21 +821,19 @@ def _count(runner: Runner, windows: np.ndarray, state: State, steps: Steps) -> N
     plan = runner.plan
     covered = [i for i, layer in enumerate(plan.layers()) if layer["n_ff"]]
 
-    def collect() -> None:
-        for i in covered:
-            active = plan.counts(i)["active"]
-            state.active[i, : len(active)] += active
-        plan.reset_counts()
-
     plan.reset_counts()
     with steps("counting", len(windows)) as step:
         for _ in range(len(state.counted)):
             step()
         for window in windows[len(state.counted) :]:
-            likelihood = runner.likelihood(window)
-            # both or none: the state must not hold a window's activations without the window
-            collect()
-            state.counted = np.append(state.counted, likelihood)
+            counted = np.append(state.counted, runner.likelihood(window))
+            active = state.active.copy()
+            for i in covered:
+                fired = plan.counts(i)["active"]
+                active[i, : len(fired)] += fired
+            plan.reset_counts()
+            # in one step: Ctrl-C must not leave a window's activations without the window
+            state.active, state.counted = active, counted
             state.save_sometimes()
             step()
 
@@ -962,12 +966,9 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         The exit code.
     """
-    import logging
-
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    logging.getLogger("llama-cpp-python").setLevel(logging.ERROR)  # upstream's own messages, on stderr
     options = _options(args)
     notes: set[str] = set()
 
@@ -985,7 +986,8 @@ def run(args: argparse.Namespace) -> int:
             note(str(error))
             options = replace(options, plot=None)
     columns = (TextColumn("{task.description:<20}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
 
         @contextmanager
         def steps(what: str, n: int) -> Iterator[Callable[[], None]]:

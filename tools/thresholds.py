@@ -146,10 +146,10 @@ def layer_model(
     Returns:
         The model.
     """
-    return LayerModel(
-        saved=n_ff * (up_bytes * curves.up_saved[:, None] + down_bytes * curves.down_saved),
-        cost=gate_price * curves.gate_energy[:, None] + product_price * curves.product_energy,
-    )
+    saved = n_ff * (up_bytes * curves.up_saved[:, None] + down_bytes * curves.down_saved)
+    if up_bytes == 0:
+        saved[1:] = 0.0  # |a| is the product itself: one test does
+    return LayerModel(saved, gate_price * curves.gate_energy[:, None] + product_price * curves.product_energy)
 
 
 def best_edges(layers: Sequence[LayerModel], price: float) -> list[tuple[int, int]]:
@@ -174,7 +174,7 @@ def best_edges(layers: Sequence[LayerModel], price: float) -> list[tuple[int, in
     return found
 
 
-def price_for(reach: Callable[[float], float], target: float, *, steps: int = 60) -> float:
+def price_for(reach: Callable[[float], float], target: float, *, steps: int = 30) -> float:
     """The lowest price at which a falling quantity stays within a target.
 
     Args:
