@@ -31,7 +31,8 @@ COUNT_TOLERANCE = 0.02
 SHAPES = {
     "q4_0": SyntheticOptions(layers=2, n_embd=128, n_ff=512, heads=4, vocab=1024, tokens=1200),
     "f32": SyntheticOptions(
-        layers=2, n_embd=96, n_ff=256, heads=6, kv_heads=2, vocab=512, row_type="f32", predictor_type="q8_0", tokens=1200
+        layers=2, n_embd=96, n_ff=256, heads=6, kv_heads=2, vocab=512, row_type="f32", predictor_type="q8_0",
+        tokens=1200,
     ),
 }
 
