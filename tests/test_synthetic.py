@@ -110,6 +110,18 @@ def test_device_measures_the_same_density_and_overlap(model) -> None:
     assert stats.overlap <= MOST_OVERLAP
 
 
+def test_first_tokens_of_a_context_are_as_sparse_as_later_ones(tmp_path: Path) -> None:
+    path = tmp_path / "deep.gguf"
+    options = SyntheticOptions(layers=24, n_embd=128, n_ff=256, heads=4, vocab=512, tokens=400)
+    generate_synthetic(options, path, lambda _: None)
+    with powerinfer_py.Llama(str(path), sparsity="exact", n_ctx=64, n_threads=1, verbose=False) as llama:
+        tokens = fresh_tokens(options.vocab, 32)
+        for first in range(0, len(tokens), 4):
+            llama.reset()
+            run_tokens(llama, tokens[first : first + 4])
+        assert llama.stats().density == pytest.approx(DENSITY, rel=DENSITY_TOLERANCE)
+
+
 def test_predictor_finds_the_active_neurons_of_fresh_tokens(model) -> None:
     path, options, _, _ = model
     plan = read_plan(path.with_name(path.stem + ".powerinfer.gguf"))

@@ -29,8 +29,9 @@ from .row_types import dequantize_rows, quantize_rows, row_bytes, row_type_id
 N_CONSTANT = 32
 # Share of the constant in the squared length of an embedding.
 CONSTANT_SHARE = 0.1
-# Weight of the attention's input: small, so that the average over the context doesn't drown the token.
-ATTENTION_GAIN = 0.25
+# Weight of the attention's input times sqrt(layers): small, so that the first tokens, whose attention averages over
+# little, have the same length and so the same density as later ones.
+ATTENTION_GAIN = 0.5
 # Share of gate's changing part that has no low-rank structure (standard deviation, of 1).
 FULL_RANK_PART = 0.2
 # Energy of the j-th structured direction ~ (1 + j) ** -SPECTRUM_DECAY.
@@ -502,7 +503,7 @@ def _write_layers(
     writer.write(embedding_rows)
     down_rows, down_t_rows, down_t = state.down()
     # attention doesn't see the constant
-    attention_norm = np.full(n_embd, ATTENTION_GAIN, np.float32)
+    attention_norm = np.full(n_embd, ATTENTION_GAIN / math.sqrt(options.layers), np.float32)
     attention_norm[:N_CONSTANT] = 0.0
     ffn_norm = np.ones(n_embd, np.float32)
     layers, measured = [], []
