@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import tiny_models
 from gguf import GGMLQuantizationType
-from powerinfer_py.tools import plot_profile, thresholds
+from powerinfer_py.tools import calibration, plot_profile, text_runner, thresholds
 from powerinfer_py.tools import profile_activations as pa
 
 from powerinfer_py import cli
@@ -93,8 +93,8 @@ def test_frequencies_equal_a_double_reference(options: pa.ProfileOptions) -> Non
     written = pi_format.read_plan(options.out)
     base = written.open_base()
     inputs: dict[int, list[np.ndarray]] = {i: [] for i in range(3)}
-    with pa.Runner(options.out, options, "dense", lambda text: None) as runner:
-        windows, _ = pa.text_windows(runner, options, 1, lambda text: None)
+    with text_runner.Runner(options.out, options.model, n_ctx=N_CTX, n_threads=1, note=print) as runner:
+        windows, _ = text_runner.text_windows(runner, options.text, N_TOKENS, n_needed=1, note=print)
         runner.plan.set_capture(lambda i_layer, x: inputs[i_layer].append(x))
         for window in windows:
             runner.likelihood(window)
@@ -145,6 +145,16 @@ def test_density_is_what_was_asked_for(options: pa.ProfileOptions) -> None:
     found = profile(dataclasses.replace(options, max_loss=None, density=0.5))
     assert 0.45 < found.loss.density < 0.55
     assert found.plan.loss == pytest.approx(found.loss.relative)
+
+
+def test_loss_is_measured_on_other_text_too(options: pa.ProfileOptions, tmp_path: Path) -> None:
+    other = tmp_path / "other.txt"
+    other.write_text("nothing of the kind, but 12345 67890 and so on; " * 50)
+    found = profile(dataclasses.replace(options, density=0.3, max_loss=None, check=(other,)))
+    ((name, loss),) = found.checks
+    assert name == f"other.txt ({4 * N_CTX} tokens)"  # as many windows as are held out
+    assert loss.dense != pytest.approx(found.loss.dense, rel=1e-3)
+    assert found.plan.corpus == f"text.txt ({N_TOKENS} tokens)"
 
 
 def test_decoding_reads_the_bytes_that_the_thresholds_leave(options: pa.ProfileOptions) -> None:
@@ -261,10 +271,10 @@ def test_every_file_is_read_and_broken_utf8_is_said(options: pa.ProfileOptions, 
 def test_a_character_that_the_limit_cuts_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "t.txt"
     path.write_text("a\N{SNOWMAN}\N{REPLACEMENT CHARACTER}", encoding="utf-8")
-    assert pa.read_text(path, 3) == ("a", 0)
-    assert pa.read_text(path, 100) == ("a\N{SNOWMAN}\N{REPLACEMENT CHARACTER}", 0)
+    assert text_runner.read_text(path, 3) == ("a", 0)
+    assert text_runner.read_text(path, 100) == ("a\N{SNOWMAN}\N{REPLACEMENT CHARACTER}", 0)
     path.write_bytes(b"a\xe2\x98")
-    assert pa.read_text(path, 100) == ("a\N{REPLACEMENT CHARACTER}", 1)
+    assert text_runner.read_text(path, 100) == ("a\N{REPLACEMENT CHARACTER}", 1)
 
 
 @pytest.mark.parametrize(
@@ -356,11 +366,11 @@ def test_exchange_is_the_best_and_a_higher_price_saves_less(neurons: tuple[np.nd
 
 @pytest.mark.parametrize("factor", [0.01, 0.3, 1.0, 7.0, 300.0])
 def test_search_finds_the_limit_whose_outcome_is_the_target(factor: float) -> None:
-    limit = pa.search_limit(lambda x: factor * x**1.3, 0.02)
+    limit = calibration.search_limit(lambda x: factor * x**1.3, 0.02)
     assert 0.9 * 0.02 <= factor * limit**1.3 <= 0.02
 
 
 def test_search_ends_where_nothing_or_everything_is_within() -> None:
-    assert pa.search_limit(lambda x: 1.0, 0.02) == 0.0
-    assert pa.search_limit(lambda x: 0.01, 0.02) > 0.0
-    assert pa.search_limit(lambda x: -0.01, 0.02) > 0.0
+    assert calibration.search_limit(lambda x: 1.0, 0.02) == 0.0
+    assert calibration.search_limit(lambda x: 0.01, 0.02) > 0.0
+    assert calibration.search_limit(lambda x: -0.01, 0.02) > 0.0

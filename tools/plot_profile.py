@@ -69,26 +69,15 @@ def write_plot(path: str | os.PathLike[str], frequencies: Sequence[np.ndarray | 
     for i, frequency in drawn:
         cumulative = np.concatenate([[0.0], np.cumsum(frequency, dtype=np.float64) / frequency.sum(dtype=np.float64)])
         axes.plot(np.linspace(0, 1, len(cumulative)), cumulative, color=colours.to_rgba(i), linewidth=1.1)
-    axes.plot([0, 1], [0, 1], color="0.6", linewidth=0.9, linestyle=":")
-    axes.text(0.985, 0.945, "every neuron alike", color="0.45", fontsize=8, ha="right", va="top")
-    axes.axhline(MARKED_SHARE, color="0.35", linewidth=0.9, linestyle="--")
+    marked = f"{MARKED_SHARE:.0%} of a layer's activations"
     if drawn:
-        shares = [share_of_neurons(frequency) for _, frequency in drawn]
-        low, high = min(shares), max(shares)
-        which = (
-            f"{low:.0%} of the neurons"
-            if f"{low:.0%}" == f"{high:.0%}"
-            else f"{low:.0%} to {high:.0%} of a layer's neurons"
-        )
-        axes.annotate(
-            f"{which} make {MARKED_SHARE:.0%} of its activations",
-            (0.985, MARKED_SHARE),
-            xytext=(0, -4),
-            textcoords="offset points",
-            fontsize=9,
-            ha="right",
-            va="top",
-        )
+        shares = [
+            f"{share_of_neurons(frequency):.0%}" for frequency in sorted((f for _, f in drawn), key=share_of_neurons)
+        ]
+        marked += f": made by {shares[0]}{'' if shares[0] == shares[-1] else f' to {shares[-1]}'} of its neurons"
+    axes.axhline(MARKED_SHARE, color="0.35", linewidth=0.9, linestyle="--", label=marked)
+    axes.plot([0, 1], [0, 1], color="0.6", linewidth=0.9, linestyle=":", label="if all neurons were alike")
+    axes.legend(loc="lower right", fontsize=9, framealpha=1)
     axes.set(xlim=(0, 1), ylim=(0, 1), xlabel="neurons, hottest first", ylabel="share of activations", title=title)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(PercentFormatter(1, decimals=0))
