@@ -117,7 +117,7 @@ def test_the_plan_of_another_model_fails(plan: Path, folder: Path) -> None:
     for used in (plan, shutil.copy(plan, folder / "other" / "base.powerinfer.gguf")):
         result = run_stock(other, folder / "never.npy", used)
         assert result.returncode != 0
-        assert "the FFN of the loaded model has digest" in result.stderr, result.stderr
+        assert "the plan was made for" in result.stderr, result.stderr
         assert not (folder / "never.npy").exists()
 
 
