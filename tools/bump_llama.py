@@ -418,7 +418,7 @@ def build_and_test(version: str, folder: Path) -> int:
         if source.is_file():
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(source, target)
-            if source.suffix in (".py", ".toml", ".txt"):
+            if source.suffix in (".py", ".toml", ".txt", ".md"):
                 target.write_text(source.read_text(encoding="utf-8").replace(pinned, version), encoding="utf-8")
     environment = {
         name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")
