@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiny_models
-from powerinfer_py.tools import inspect_model
 
 from powerinfer_py import cli
 from powerinfer_py import format as pi_format
 from powerinfer_py.errors import FormatError, OptionError
+from powerinfer_py.tools import inspect_model
 
 MAX_COLUMNS = 100
 

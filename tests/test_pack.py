@@ -10,11 +10,11 @@ import llama_cpp
 import numpy as np
 import pytest
 import tiny_models
-from powerinfer_py.tools import pack_plan
 
 from powerinfer_py import _core, cli
 from powerinfer_py import format as pi_format
 from powerinfer_py.errors import FormatError, OptionError, PlanError
+from powerinfer_py.tools import pack_plan
 
 
 def logits(path: Path) -> np.ndarray:

@@ -171,7 +171,7 @@ def test_infinite_scores_give_a_finite_threshold() -> None:
     ],
 )
 def test_wrong_input_is_one_clear_error(call, words: str) -> None:
-    with pytest.raises(OptionError, match="predictor|row type") as caught:
+    with pytest.raises(OptionError, match=r"predictor|row type") as caught:
         call(gate_matrix(64, 32), samples(50, 32, 1))
     assert words in str(caught.value)
 

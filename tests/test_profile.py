@@ -17,12 +17,12 @@ import numpy as np
 import pytest
 import tiny_models
 from gguf import GGMLQuantizationType
-from powerinfer_py.tools import calibration, plot_profile, text_runner, thresholds
-from powerinfer_py.tools import profile_activations as pa
 
 from powerinfer_py import cli
 from powerinfer_py import format as pi_format
 from powerinfer_py.errors import FormatError, PlanError
+from powerinfer_py.tools import calibration, plot_profile, text_runner, thresholds
+from powerinfer_py.tools import profile_activations as pa
 
 TIMEOUT_S = 300
 N_CTX = 32
