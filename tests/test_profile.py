@@ -183,6 +183,17 @@ def test_a_resumed_run_writes_what_an_uninterrupted_one_does(options: pa.Profile
     assert rest.n <= whole.n
 
 
+def test_a_run_resumed_for_another_target_writes_what_a_new_one_does(options: pa.ProfileOptions) -> None:
+    other = dataclasses.replace(options, max_loss=0.1)
+    whole = Stopper()
+    profile(other, whole)
+    expected = options.out.read_bytes()
+    with pytest.raises(KeyboardInterrupt):
+        profile(options, Stopper(whole.n - 4))
+    profile(dataclasses.replace(other, resume=True))
+    assert options.out.read_bytes() == expected
+
+
 def test_state_of_another_run_is_refused(options: pa.ProfileOptions, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         profile(options, Stopper(5))
@@ -190,8 +201,8 @@ def test_state_of_another_run_is_refused(options: pa.ProfileOptions, tmp_path: P
     resumed = dataclasses.replace(options, resume=True)
     with pytest.raises(PlanError, match=r"state\.npz: it was made with model \w+; this run has \w+"):
         profile(dataclasses.replace(resumed, model=other))
-    with pytest.raises(PlanError, match=r"it was made with max_loss 0\.02; this run has 0\.05"):
-        profile(dataclasses.replace(resumed, max_loss=0.05))
+    with pytest.raises(PlanError, match="it was made with seed 0; this run has 1"):
+        profile(dataclasses.replace(resumed, seed=1))
     state_path(options).write_bytes(state_path(options).read_bytes()[:300])
     with pytest.raises(FormatError, match=r"state\.npz: it can't be read"):
         profile(resumed)

@@ -55,7 +55,7 @@ def conversations(text: str) -> Iterator[list[dict[str, str]]]:
             yield messages
 
 
-def write_chat_text(model: Path, chats: Path, out: Path, n_bytes: int, skip: int) -> int:
+def write_chat_text(model: Path, chats: Path, out: Path, n_bytes: int, every: int, first: int) -> int:
     """Writes conversations through a model's chat template.
 
     Args:
@@ -63,7 +63,8 @@ def write_chat_text(model: Path, chats: Path, out: Path, n_bytes: int, skip: int
         chats: the JSON file.
         out: the text file.
         n_bytes: stop when there are so many.
-        skip: conversations to leave out at the beginning, so that two texts share none.
+        every: use one conversation of so many: neighbours are alike.
+        first: which one; texts with different ones share no conversation.
 
     Returns:
         The number of conversations written.
@@ -81,7 +82,7 @@ def write_chat_text(model: Path, chats: Path, out: Path, n_bytes: int, skip: int
     size = 0
     with atomic_path(out) as temporary, temporary.open("wb") as file:
         for i, messages in enumerate(conversations(chats.read_text(encoding="utf-8"))):
-            if i < skip:
+            if i % every != first:
                 continue
             data = formatter(messages=messages).prompt[:_MAX_CHARS].encode("utf-8") + b"\n"
             file.write(data)
@@ -89,9 +90,7 @@ def write_chat_text(model: Path, chats: Path, out: Path, n_bytes: int, skip: int
             n_written += 1
             if size >= n_bytes:
                 return n_written
-    raise FormatError(
-        f"{chats}: it holds {size} bytes of usable text after {skip} conversations; expected {n_bytes}; ask for less."
-    )
+    raise FormatError(f"{chats}: {n_written} usable conversations hold {size} bytes; expected {n_bytes}; ask for less.")
 
 
 def main() -> int:
@@ -101,10 +100,11 @@ def main() -> int:
     parser.add_argument("chats", type=Path, metavar="CHATS.json")
     parser.add_argument("out", type=Path, metavar="OUT.txt")
     parser.add_argument("--bytes", type=int, default=1_000_000, help="text to write (default: %(default)s)")
-    parser.add_argument("--skip", type=int, default=0, help="conversations to leave out at the beginning")
+    parser.add_argument("--every", type=int, default=1, help="use one conversation of so many (default: %(default)s)")
+    parser.add_argument("--first", type=int, default=0, help="which one, from 0 on (default: %(default)s)")
     args = parser.parse_args()
     try:
-        n = write_chat_text(args.model, args.chats, args.out, args.bytes, args.skip)
+        n = write_chat_text(args.model, args.chats, args.out, args.bytes, args.every, args.first)
     except (PowerInferError, OSError) as error:
         print(f"chat_text: {error}", file=sys.stderr)
         return 1

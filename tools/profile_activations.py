@@ -177,6 +177,7 @@ def make_profile(options: ProfileOptions, steps: Steps, note: Callable[[str], No
         state = ProfileState(
             options.out.with_name(options.out.name + ".state.npz"),
             _identity(options, plan, windows),
+            f"max_loss {options.max_loss}" if options.density is None else f"density {options.density}",
             plan.n_layer,
             max(layer.n_ff for layer in plan.layers),
             len(windows),
@@ -211,8 +212,6 @@ def _identity(options: ProfileOptions, plan: Plan, windows: np.ndarray) -> dict[
         "seed": options.seed,
         "activation": plan.activation,
         "activation_param": options.activation_param,
-        "max_loss": options.max_loss,
-        "density": options.density,
         "down_type": options.down_type,
     }
 

@@ -29,10 +29,25 @@ class ProfileState:
     """
 
     _ARRAYS = ("prices", "dense", "trials", "active", "counted")
+    _GROWING = ("trials", "counted")  # their first dimension is what has been done
+    _BY_TARGET = ("trials", "active", "counted")
 
-    def __init__(self, path: Path, identity: dict[str, Any], n_layer: int, n_ff: int, n_windows: int) -> None:
+    def __init__(
+        self, path: Path, identity: dict[str, Any], target: str, n_layer: int, n_ff: int, n_windows: int
+    ) -> None:
+        """An empty one.
+
+        Args:
+            path: the file.
+            identity: what a saved state must agree with to be of use, by name.
+            target: what thresholds are chosen for; with another one only `prices` and `dense` are of use.
+            n_layer: layers of the model.
+            n_ff: neurons of its widest layer.
+            n_windows: windows of the text.
+        """
         self.path = path
         self.identity = identity
+        self.target = target
         self.prices = np.full((n_layer, 2), np.nan)
         self.dense = np.full(n_windows, np.nan)
         self.trials = np.empty((0, 4))
@@ -65,15 +80,17 @@ class ProfileState:
                 )
         for name, array in arrays.items():
             own = getattr(self, name)
-            if array.dtype != own.dtype or array.shape[1:] != own.shape[1:]:
+            shapes = [a.shape[1:] if name in self._GROWING else a.shape for a in (array, own)]
+            if array.dtype != own.dtype or shapes[0] != shapes[1]:
                 raise FormatError(
                     f"{self.path}: {name} is {array.dtype} {array.shape}; expected {own.dtype} {own.shape}; {advice}"
                 )
-            setattr(self, name, array)
+            if meta.get("target") == self.target or name not in self._BY_TARGET:
+                setattr(self, name, array)
 
     def save(self) -> None:
         """Writes the file."""
-        meta = json.dumps({"version": STATE_VERSION, **self.identity})
+        meta = json.dumps({"version": STATE_VERSION, "target": self.target, **self.identity})
         with atomic_path(self.path) as temporary, temporary.open("wb") as file:
             np.savez(file, meta=meta, **{name: getattr(self, name) for name in self._ARRAYS})
         self._saved_s = time.monotonic()
