@@ -101,7 +101,9 @@ def quantize_rows(values: np.ndarray, row_type: str, *, n_threads: int = 1) -> n
     return rows
 
 
-def dequantize_rows(rows: np.ndarray, row_type: str, *, out: np.ndarray | None = None, n_threads: int = 1) -> np.ndarray:
+def dequantize_rows(
+    rows: np.ndarray, row_type: str, *, out: np.ndarray | None = None, n_threads: int = 1
+) -> np.ndarray:
     """Decodes rows of a ggml type.
 
     Args:
