@@ -304,6 +304,9 @@ void opened_plan::fail(const std::string & text) {
         error = text;
     }
     has_error = true;
+    if (says_errors) {
+        std::fprintf(stderr, "powerinfer: %s\n", text.c_str());
+    }
 }
 
 status opened_plan::map_base() {
@@ -339,7 +342,7 @@ status opened_plan::map_base() {
         if (gguf == nullptr) {
             return status::error(path + ": not a readable GGUF; expected the base model of the plan; check the file.");
         }
-        const uint64_t begin = data.base_offset_bytes + gguf_get_data_offset(gguf);
+        const uint64_t begin = gguf_get_data_offset(gguf);  // from the start of the file, not of the embedded GGUF
         for (int64_t i = 0; i < gguf_get_n_tensors(gguf); ++i) {
             const uint64_t offset = begin + gguf_get_tensor_offset(gguf, i);
             if (offset + gguf_get_tensor_size(gguf, i) <= file->size_bytes()) {
@@ -532,7 +535,9 @@ opened_plan * environment_plan() {
         char error[1024];
         ggml_backend_powerinfer_plan_t handle = ggml_backend_powerinfer_plan_open(path, nullptr, &options, error, sizeof(error));
         if (handle != nullptr) {
-            return reinterpret_cast<opened_plan *>(handle);
+            opened_plan * opened = reinterpret_cast<opened_plan *>(handle);
+            opened->says_errors = true;
+            return opened;
         }
         std::fprintf(stderr, "powerinfer: POWERINFER_PLAN: %s\n", error);
         plan refusing;

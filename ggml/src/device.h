@@ -53,11 +53,12 @@ public:
     ggml_backend_powerinfer_capture_t capture = nullptr;
     void * capture_user_data = nullptr;
     std::atomic<bool> has_error{false};
+    bool says_errors = false;        // nobody calls plan_check for the environment's plan: errors go to stderr at once
     std::atomic<bool> is_open{true};  // the public handle is alive: its note callback may be called
     std::atomic<int> n_down_loras{0};  // LoRA matrices of down projections in live buffers: blocks then run op by op
 
     void note(const std::string & text);       // once per text
-    void fail(const std::string & text);       // records, and says it
+    void fail(const std::string & text);       // records it
     status choose_modes(ggml_backend_powerinfer_sparsity sparsity);  // sets layers[].mode; notes or (strict) an error
 
     void retain() { n_refs_.fetch_add(1); }

@@ -15,6 +15,7 @@ namespace powerinfer {
 
 namespace {
 
+constexpr size_t page_bytes = 4096;
 constexpr size_t huge_page_bytes = 2u << 20;
 constexpr size_t cache_line_bytes = 64;
 constexpr size_t digest_head_bytes = 4096;
@@ -38,25 +39,26 @@ std::string shape_text(int64_t ne0, int64_t ne1) {
 // --- huge_block ---
 
 status huge_block::allocate(size_t size_bytes, bool lock, huge_block & out) {
-    const size_t size = round_up(std::max<size_t>(size_bytes, 1), huge_page_bytes);
+    const size_t size = round_up(std::max<size_t>(size_bytes, 1), page_bytes);
+    const size_t huge = size / huge_page_bytes * huge_page_bytes;  // the tail stays in small pages: no memory is wasted
     // Over-map by one huge page so that the block starts on a huge-page boundary.
-    void * raw = mmap(nullptr, size + huge_page_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    const size_t slack = huge > 0 ? huge_page_bytes : 0;
+    void * raw = mmap(nullptr, size + slack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (raw == MAP_FAILED) {
         return status::error("FFN buffer: " + std::to_string(size) + " bytes could not be allocated (" + std::strerror(errno) +
                              "); close other programs, or load with the weights mapped.");
     }
     uint8_t * begin = static_cast<uint8_t *>(raw);
-    uint8_t * aligned = reinterpret_cast<uint8_t *>(round_up(reinterpret_cast<uintptr_t>(begin), huge_page_bytes));
-    if (aligned > begin) {
-        munmap(begin, aligned - begin);
-    }
-    const size_t behind = begin + size + huge_page_bytes - (aligned + size);
-    if (behind > 0) {
-        munmap(aligned + size, behind);
-    }
-    // A small block would waste most of a huge page.
-    if (size_bytes >= huge_page_bytes) {
-        madvise(aligned, size, MADV_HUGEPAGE);
+    uint8_t * aligned = begin;
+    if (huge > 0) {
+        aligned = reinterpret_cast<uint8_t *>(round_up(reinterpret_cast<uintptr_t>(begin), huge_page_bytes));
+        if (aligned > begin) {
+            munmap(begin, aligned - begin);
+        }
+        if (begin + slack > aligned) {
+            munmap(aligned + size, begin + slack - aligned);
+        }
+        madvise(aligned, huge, MADV_HUGEPAGE);
     }
     huge_block block;
     block.data_ = aligned;
