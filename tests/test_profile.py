@@ -309,6 +309,24 @@ def test_wrong_options_are_one_line(
     assert found in errors and errors.count("\n") == 1
 
 
+def test_strict_refuses_slow_rows_and_notes_name_the_plan(options: pa.ProfileOptions, tmp_path: Path) -> None:
+    slow = tiny_models.write_tiny_model(tmp_path / "slow.gguf", row_type="Q5_0", n_layer=2)
+    options = dataclasses.replace(options, model=slow, activation="relu", tokens=2 * N_CTX)
+    with pytest.raises(PlanError, match=rf"^{options.out}: rows of type q5_0"):
+        profile(dataclasses.replace(options, strict=True))
+    notes: list[str] = []
+    pa.make_profile(options, Stopper(), notes.append)
+    assert notes and all(note.startswith(f"{options.out}: ") for note in notes)
+
+
+def test_mapped_weights_give_the_same_profile(options: pa.ProfileOptions) -> None:
+    options = dataclasses.replace(options, activation="relu", down_type="f32")
+    profile(options)
+    expected = options.out.read_bytes()
+    profile(dataclasses.replace(options, mapped=True))
+    assert options.out.read_bytes() == expected
+
+
 def test_a_model_without_a_dense_ffn_is_refused(options: pa.ProfileOptions, tmp_path: Path) -> None:
     experts = tiny_models.write_tiny_model(tmp_path / "moe.gguf", n_expert=4)
     with pytest.raises(PlanError, match="no layer can be covered"):

@@ -100,7 +100,7 @@ class Calibration:
         with self.steps("dense outputs", len(windows)) as step:
             dense = []
             for window in windows:
-                dense.append(self.runner.scored(window)[0])
+                dense.append(self.runner.log_probabilities(window))
                 step()
         plan.set_capture(None)
         with self.steps("activations", len(self.covered)) as step:
@@ -145,7 +145,7 @@ class Calibration:
         values = [(0.0, 0.0)] * self.plan.n_layer
         values[i_layer] = (thresholds.bin_edge(edge), 0.0) if test == 0 else (0.0, thresholds.bin_edge(edge))
         self.runner.set_thresholds(values)
-        found = [_divergence(p, self.runner.scored(window)[0]) for window, p in zip(windows, dense)]
+        found = [_divergence(p, self.runner.log_probabilities(window)) for window, p in zip(windows, dense)]
         return max(float(np.mean(found)), 0.0) / energy[edge]
 
     def edges_within(self, what: str, limit: float) -> list[Edges]:

@@ -61,7 +61,7 @@ class ProfileOptions:
     density: float | None = None  # instead of max_loss: down rows used / n_ff
     activation: str | None = None  # None: that of the architecture
     activation_param: float = 0.0  # FATReLU's cut
-    tokens: int = 65536  # at most
+    tokens: int = 40960  # at most
     ctx: int = 512  # tokens per window
     threads: int | None = None  # None: physical cores allowed
     seed: int = 0
@@ -151,11 +151,11 @@ def make_profile(options: ProfileOptions, steps: Steps, note: Callable[[str], No
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="powerinfer-profile-")))
         first = write_plan(plan, folder / options.out.name)
 
-        def core_note(text: str) -> None:
-            note(text.replace(str(first), str(options.out)))
+        def named(text: str) -> str:
+            return text.replace(str(first), str(options.out))
 
-        runner = stack.enter_context(
-            Runner(
+        try:
+            runner = Runner(
                 first,
                 options.model,
                 n_ctx=options.ctx,
@@ -163,9 +163,11 @@ def make_profile(options: ProfileOptions, steps: Steps, note: Callable[[str], No
                 sparsity="dense" if calibrates else "exact",
                 strict=options.strict,
                 mapped=options.mapped,
-                note=core_note,
+                note=lambda text: note(named(text)),
             )
-        )
+        except PlanError as error:
+            raise PlanError(named(str(error))) from None
+        stack.enter_context(runner)
         windows, corpus = text_windows(
             runner,
             options.text,

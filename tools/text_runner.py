@@ -140,14 +140,15 @@ class Runner:
             raise PlanError(f"llama_decode: it ended with {code}; expected 0; see llama.cpp's messages above.")
         return np.ctypeslib.as_array(llama_cpp.llama_get_logits(self._context), shape=(n, self.n_vocab))
 
-    def scored(self, window: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def scored(self, window: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Runs a window; its second half counts, as in llama.cpp's perplexity.
 
         Args:
             window: (n_ctx,) int32.
 
         Returns:
-            log-probabilities (n_scored, n_vocab) float32 of the tokens that follow, and those tokens (n_scored,).
+            logits (n_scored, n_vocab) float32 of the tokens that follow, valid until the next decode; the logarithm of
+            the sum of their exponentials (n_scored, 1) float64; those tokens (n_scored,) int32.
         """
         first = self.n_ctx // 2
         window = window.copy()
@@ -155,13 +156,18 @@ class Runner:
             window[0] = llama_cpp.llama_vocab_bos(self.vocab)
         logits = self.decode(window)[first:-1]
         top = logits.max(axis=1, keepdims=True)
-        log_sum = np.log(np.exp(logits - top).sum(axis=1, keepdims=True, dtype=np.float64))
-        return logits - (top + log_sum).astype(np.float32), window[first + 1 :]
+        log_sum = top + np.log(np.exp(logits - top).sum(axis=1, keepdims=True, dtype=np.float64))
+        return logits, log_sum, window[first + 1 :]
+
+    def log_probabilities(self, window: np.ndarray) -> np.ndarray:
+        """(n_scored, n_vocab) float32 log-probabilities of a window's second half."""
+        logits, log_sum, _ = self.scored(window)
+        return logits - log_sum.astype(np.float32)
 
     def likelihood(self, window: np.ndarray) -> float:
         """Mean negative log-likelihood of a window's second half, nats per token."""
-        log_p, tokens = self.scored(window)
-        return -float(log_p[np.arange(len(tokens)), tokens].mean(dtype=np.float64))
+        logits, log_sum, tokens = self.scored(window)
+        return float((log_sum[:, 0] - logits[np.arange(len(tokens)), tokens]).mean())
 
     def set_thresholds(self, values: Sequence[tuple[float, float]]) -> None:
         """Sets (threshold, product_threshold) per layer, and the mode that uses them."""
