@@ -84,7 +84,8 @@ class Model:
     tokens: str  # "text" or "random"
     n_threads: int
     recall: float | None  # mean over the plan's predictors, measured on held-out text
-    weight_bytes: int  # weights that a dense decode of one token reads
+    weight_bytes: int  # weights of the base that a dense decode of one token reads
+    ffn_bytes: int  # those of them that the plan covers
     bandwidth_gb_s: float  # measured by read_bandwidth
     loaded_together: bool
 
@@ -180,6 +181,7 @@ def measure(options: BenchOptions) -> Iterator[Model | Sample]:
             n_threads=n_threads,
             recall=_recall(plan),
             weight_bytes=_weight_bytes(base),
+            ffn_bytes=_ffn_bytes(base, plan),
             bandwidth_gb_s=read_bandwidth(n_threads) / 1e9,
             loaded_together=models.together,
         )
@@ -223,9 +225,9 @@ def summarize(model: Model, samples: Sequence[Sample], n_gen: int) -> list[Line]
         decode = statistics.median(run.decode_tok_s for run in runs)
         prompt = statistics.median(run.prompt_tok_s for run in runs)
         stats = runs[-1].stats
-        # FFN bytes are those really read; all other weights are read once per token.
-        saved = 0.0 if stats is None else (stats.dense_bytes - stats.read_bytes) / n_gen
-        bytes_per_token = model.weight_bytes - saved
+        bytes_per_token = float(model.weight_bytes)
+        if stats is not None:
+            bytes_per_token += stats.read_bytes / n_gen - model.ffn_bytes
         gb_s = bytes_per_token * decode / 1e9
         lines.append(
             Line(
@@ -501,6 +503,12 @@ def _weight_bytes(base: BaseModel) -> int:
     """Weights that a dense decode reads per token: all but the tables of which it reads one row."""
     tables = {"position_embd.weight"} | ({"token_embd.weight"} if "output.weight" in base.tensors else set())
     return sum(base.tensor(name).n_bytes for name in base.tensors if name not in tables)
+
+
+def _ffn_bytes(base: BaseModel, plan: Plan | None) -> int:
+    """Bytes that the layers of a plan have in the base."""
+    layers = plan.layers if plan else ()
+    return sum(t.n_bytes for i, layer in enumerate(layers) if layer.n_ff for t in base.ffn(i).values())
 
 
 def _recall(plan: Plan | None) -> float | None:

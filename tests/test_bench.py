@@ -11,9 +11,12 @@ import pytest
 from powerinfer_py import bench, cli
 from powerinfer_py.bench import BenchOptions, Model, Sample
 from powerinfer_py.errors import OptionError, PlanError
+from powerinfer_py.llama import Stats
 
 FAST = {"n_prompt": 8, "n_gen": 4, "repeats": 2, "n_threads": 2}
-MODEL = Model("m", "llama", "text", 2, None, weight_bytes=1000, bandwidth_gb_s=10.0, loaded_together=True)
+MODEL = Model(
+    "m", "llama", "text", 2, None, weight_bytes=1000, ffn_bytes=600, bandwidth_gb_s=10.0, loaded_together=True
+)
 
 
 def test_modes_are_measured_in_turns(tiny_model: Callable[..., Path], tiny_plan: Callable[..., Path]) -> None:
@@ -51,6 +54,12 @@ def test_ratio_is_the_median_of_pairs() -> None:
     assert stock.bytes_per_token == 1000
     assert stock.gb_s == pytest.approx(1000 * 20 / 1e9)
     assert stock.bandwidth_share == pytest.approx(stock.gb_s / 10)
+
+
+def test_bytes_per_token_are_those_read() -> None:
+    stats = Stats("powerinfer", read_bytes=4 * 150)
+    (line,) = bench.summarize(MODEL, [Sample("exact", 0, 1.0, 2.0, stats)], n_gen=4)
+    assert line.bytes_per_token == 1000 - 600 + 150
 
 
 def test_without_stock_there_is_no_ratio() -> None:
