@@ -2,6 +2,7 @@
 #include "check.h"
 
 #include "ffn.h"
+#include "ggml-abi.h"
 
 #include "ggml.h"
 
@@ -525,6 +526,10 @@ int main() {
         return 77;
     }
     CHECK(name == nullptr || *name == '\0' || std::strcmp(kernels->name, name) == 0);
+
+    CHECK(ggml_abi_check(ggml_abi_version()).ok());
+    const status other = ggml_abi_check("0.0.1");
+    CHECK(!other.ok() && other.text().find("needs exactly 0.0.1; install") != std::string::npos);
 
     for (const activation_kind activation : {activation_kind::relu, activation_kind::relu_sqr, activation_kind::drelu,
                                              activation_kind::silu, activation_kind::gelu}) {

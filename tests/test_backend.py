@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -162,3 +165,32 @@ def test_device_is_registered_once_and_stock_contexts_stay_stock(
     assert np.array_equal(before, after)
     assert np.abs(sparse - before).max() > TOLERANCE
     assert plan.stats()["n_blocks_whole"] == 4
+
+
+def test_module_loads_twice_as_a_backend_of_ggml() -> None:
+    code = f"""
+import ctypes, llama_cpp
+from pathlib import Path
+ggml = ctypes.CDLL("libggml.so.0")
+ggml.ggml_backend_load.restype = ctypes.c_void_p
+ggml.ggml_backend_dev_count.restype = ctypes.c_size_t
+before = ggml.ggml_backend_dev_count()
+path = {str(Path(_core.__file__).parent / "lib" / "libggml-powerinfer.so")!r}.encode()
+assert ggml.ggml_backend_load(path) == ggml.ggml_backend_load(path) != None
+assert ggml.ggml_backend_dev_count() == before + 1
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_unreadable_environment_plan_starts_no_context(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    code = f"""
+import ctypes, llama_cpp
+ggml = ctypes.CDLL("libggml.so.0")
+ggml.ggml_backend_load({str(Path(_core.__file__).parent / "lib" / "libggml-powerinfer.so")!r}.encode())
+llama_cpp.Llama({str(tiny_model())!r}, verbose=True)
+"""
+    environment = {**os.environ, "POWERINFER_PLAN": str(tmp_path / "absent.powerinfer.gguf")}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.returncode != 0
+    assert "absent.powerinfer.gguf: can't be opened" in done.stderr

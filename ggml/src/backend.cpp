@@ -39,24 +39,19 @@ void backend_free(ggml_backend_t backend) {
 
 // --- whole blocks ---
 
-uint64_t dense_bytes_of(const ffn_layer & layer) {
-    return layer.n_ff * (layer.first.row_bytes + layer.second.row_bytes + layer.down.row_bytes);
-}
-
 // Adds what a call did to the plan's figures.
 void record(opened_plan * owner, int i_layer, const ffn_layer & layer, const ffn_options & options, const ffn_result & result,
-            double total_s, bool whole) {
+            double total_s) {
     std::lock_guard<std::mutex> lock(owner->mutex);
     ggml_backend_powerinfer_stats & stats = owner->stats;
     stats.n_tokens += result.n_tokens;
-    stats.n_blocks_whole += whole ? 1 : 0;
-    stats.n_blocks_by_op += whole ? 0 : 1;
+    stats.n_blocks_whole += 1;
     stats.n_slow_rows += result.n_slow_rows;
     stats.n_neurons += result.n_tokens * layer.n_ff;
     stats.n_candidates += result.n_candidates;
     stats.n_active += result.n_active;
     stats.read_bytes += result.read_bytes;
-    stats.dense_bytes += whole ? dense_bytes_of(layer) * (result.n_tokens < 4 ? result.n_tokens : 1) : 0;
+    stats.dense_bytes += result.dense_bytes;
     stats.predictor_us += result.predictor_us;
     stats.gate_us += result.gate_us;
     stats.up_down_us += result.up_down_us;
@@ -125,7 +120,7 @@ void run_block(backend_state & state, const ffn_block & block) {
     ffn_forward(layer, options, owner->kernels, state.n_threads, block.x->ne[1], static_cast<const float *>(block.x->data),
                 block.x->nb[1] / sizeof(float), static_cast<float *>(block.out->data), block.out->nb[1] / sizeof(float),
                 state.workspace, result);
-    record(owner, block.i_layer, layer, options, result, omp_get_wtime() - start, true);
+    record(owner, block.i_layer, layer, options, result, omp_get_wtime() - start);
 }
 
 // --- op by op ---

@@ -15,10 +15,12 @@ namespace powerinfer {
 
 // --- ABI ---
 
-status ggml_abi_check() {
+const char * ggml_abi_version() { return POWERINFER_GGML_VERSION; }
+
+status ggml_abi_check(const std::string & version) {
     const std::string found = ggml_version();
-    if (found != POWERINFER_GGML_VERSION) {
-        return status::error("powerinfer: the loaded ggml is version " + found + "; this build needs exactly " POWERINFER_GGML_VERSION
+    if (found != version) {
+        return status::error("powerinfer: the loaded ggml is version " + found + "; this build needs exactly " + version +
                              "; install llama-cpp-python again or build powerinfer against the installed one.");
     }
     const std::string differs = "powerinfer: ggml " + found + ": the backend structs don't lie as declared in ggml-abi.h (";
@@ -93,6 +95,11 @@ enum ggml_status buffer_init_tensor(ggml_backend_buffer_t buffer, ggml_tensor * 
     }
     const weight_ref weight = weight_of(tensor);
     plan_buffer * self = buffer_of(buffer);
+    if (weight.kind == weight_kind::none) {
+        return GGML_STATUS_SUCCESS;
+    }
+    self->weights.push_back(weight);
+    tensor->extra = &self->weights.back();
     if (weight.kind == weight_kind::lora && std::strstr(tensor->name, ".ffn_down.weight") != nullptr) {
         self->n_down_loras += 1;
         weight.owner->n_down_loras += 1;
@@ -212,6 +219,9 @@ weight_ref weight_of(const ggml_tensor * tensor) {
     weight.owner = plan_of(tensor);
     if (weight.owner == nullptr || tensor->view_src != nullptr) {
         return weight;
+    }
+    if (tensor->extra != nullptr) {
+        return *static_cast<const weight_ref *>(tensor->extra);  // set by buffer_init_tensor
     }
     int i_layer = 0;
     int used = 0;
@@ -521,10 +531,8 @@ void device_props(ggml_backend_dev_t device, ggml_backend_dev_props * props) {
     props->caps.mmap_support = true;
 }
 
-ggml_backend_t device_init_backend(ggml_backend_dev_t, const char *) { return backend_create(); }
-
 // The plan that POWERINFER_PLAN names, for programs that can't pass overrides; opened when a model is first loaded.
-// A plan that can't be opened still has a buffer type: it refuses every allocation, so that the model fails to load.
+// A plan that can't be opened still has a buffer type, and no backend starts: no context computes without it.
 opened_plan * environment_plan() {
     static opened_plan * const instance = []() -> opened_plan * {
         const char * path = std::getenv("POWERINFER_PLAN");
@@ -547,6 +555,11 @@ opened_plan * environment_plan() {
         return refused;
     }();
     return instance;
+}
+
+ggml_backend_t device_init_backend(ggml_backend_dev_t, const char *) {
+    opened_plan * environment = environment_plan();
+    return environment != nullptr && environment->data.layers.empty() ? nullptr : backend_create();
 }
 
 ggml_backend_buffer_type_t device_buffer_type(ggml_backend_dev_t) {
@@ -630,7 +643,7 @@ ggml_backend_powerinfer_plan_t open_plan(plan & data, const ggml_backend_powerin
         return nullptr;
     }
     if (ggml_backend_powerinfer_reg() == nullptr) {
-        put_error(ggml_abi_check().text(), error, error_size);
+        put_error(ggml_abi_check(ggml_abi_version()).text(), error, error_size);
         return nullptr;
     }
     int n_covered = 0;
@@ -667,7 +680,7 @@ const char * ggml_backend_powerinfer_version(void) { return POWERINFER_VERSION; 
 
 ggml_backend_reg_t ggml_backend_powerinfer_reg(void) {
     static ggml_backend_reg_t const instance = []() -> ggml_backend_reg_t {
-        const status result = ggml_abi_check();
+        const status result = ggml_abi_check(ggml_abi_version());
         if (!result.ok()) {
             std::fprintf(stderr, "%s\n", result.text().c_str());
             return nullptr;

@@ -6,8 +6,8 @@
 #include "ggml-powerinfer.h"
 #include "plan.h"
 
-#include <array>
 #include <atomic>
+#include <deque>
 #include <memory>
 #include <mutex>
 #include <set>
@@ -74,14 +74,6 @@ private:
     std::vector<std::pair<std::string, const uint8_t *>> resident_;
 };
 
-// One buffer of a plan's type: repacked FFN weights, and plain tensors (LoRA, op-by-op results) at their addresses.
-struct plan_buffer {
-    opened_plan * owner;
-    huge_block memory;
-    std::vector<std::unique_ptr<ffn_store>> stores;  // (n_layer), null for layers without a tensor here
-    int n_down_loras = 0;
-};
-
 enum class weight_kind { none, gate, up, down, gate_bias, up_bias, down_bias, lora };
 
 // Which weight a tensor in a buffer of ours is, by its exact name. i_layer is set unless none.
@@ -89,6 +81,15 @@ struct weight_ref {
     opened_plan * owner = nullptr;
     weight_kind kind = weight_kind::none;
     int i_layer = -1;
+};
+
+// One buffer of a plan's type: repacked FFN weights, and plain tensors (LoRA, op-by-op results) at their addresses.
+struct plan_buffer {
+    opened_plan * owner;
+    huge_block memory;
+    std::vector<std::unique_ptr<ffn_store>> stores;  // (n_layer), null for layers without a tensor here
+    std::deque<weight_ref> weights;  // what the buffer's tensors are; their `extra` points here
+    int n_down_loras = 0;
 };
 
 opened_plan * plan_of(const ggml_tensor * tensor);  // nullptr when the tensor isn't in a buffer of ours

@@ -279,9 +279,10 @@ void forward_chunk(const ffn_layer & layer, const ffn_options & options, const k
     result.n_candidates += n_candidates;
     result.n_active += n_active;
     result.n_slow_rows += n_slow;
+    result.dense_bytes += layer.matrix_bytes();
     result.read_bytes += n_gate_rows * layer.first.row_bytes + n_up_rows * layer.second.row_bytes + n_down_rows * layer.down.row_bytes;
     if (predicted) {
-        result.read_bytes += layer.fc1.row_bytes * layer.fc1.n_rows + layer.fc2.row_bytes * layer.fc2.n_rows;
+        result.read_bytes += layer.predictor_bytes();
     }
     result.predictor_us += to_us(predictor_s);
     // Gate, up and down are interleaved tile by tile: their time is told as one.

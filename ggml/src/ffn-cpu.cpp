@@ -401,9 +401,10 @@ void ffn_forward(const ffn_layer & layer, const ffn_options & options, const ker
         result.n_candidates += n_candidates;
         result.n_active += n_active;
         result.n_slow_rows += n_slow;
+        result.dense_bytes += layer.matrix_bytes();
         result.read_bytes += n_candidates * layer.first.row_bytes + n_up * layer.second.row_bytes + n_active * layer.down.row_bytes;
         if (options.mode == ffn_mode::predicted) {
-            result.read_bytes += layer.fc1.row_bytes * layer.fc1.n_rows + layer.fc2.row_bytes * layer.fc2.n_rows;
+            result.read_bytes += layer.predictor_bytes();
         }
         result.predictor_us += to_us(tally.predictor_s);
         result.gate_us += to_us(tally.gate_s);

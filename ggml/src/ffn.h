@@ -67,6 +67,9 @@ struct ffn_layer {
     std::vector<float> down_bias;      // (n_embd)
     std::vector<float> down_norm;      // (n_ff) euclidean norm of each down row
     const int32_t * order = nullptr;   // (n_ff) base neuron at each position; nullptr: identity
+
+    uint64_t matrix_bytes() const { return n_ff * (first.row_bytes + second.row_bytes + down.row_bytes); }
+    uint64_t predictor_bytes() const { return fc1.row_bytes * fc1.n_rows + fc2.row_bytes * fc2.n_rows; }
 };
 
 // How one block runs; chosen per layer.
@@ -88,7 +91,8 @@ struct ffn_result {
     uint64_t n_candidates = 0;         // gate rows used, summed over tokens
     uint64_t n_active = 0;             // down rows used, summed over tokens
     uint64_t n_slow_rows = 0;
-    uint64_t read_bytes = 0;
+    uint64_t read_bytes = 0;           // rows that several tokens of a batch share count once
+    uint64_t dense_bytes = 0;          // what the same call would have read in dense mode
     uint64_t predictor_us = 0;
     uint64_t gate_us = 0;
     uint64_t up_down_us = 0;

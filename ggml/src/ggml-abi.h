@@ -8,6 +8,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 
 constexpr int ggml_abi_api_version = 2;
 
@@ -127,8 +128,11 @@ struct ggml_backend_reg {
 
 namespace powerinfer {
 
-// Is the loaded ggml the release this was built for, and do the structs above lie as declared? The fields that public
-// getters tell are compared on the CPU device's objects; nothing is called through a struct before that.
-status ggml_abi_check();
+// The ggml release that this was built against.
+const char * ggml_abi_version();
+
+// Is the loaded ggml release `version`, and do the structs above lie as declared? The fields that public getters tell
+// are compared on the CPU device's objects; nothing is called through a struct before that.
+status ggml_abi_check(const std::string & version);
 
 }  // namespace powerinfer
