@@ -39,7 +39,15 @@ vf vf_max(vf a, vf b) { return _mm512_max_ps(a, b); }
 vf vf_min(vf a, vf b) { return _mm512_min_ps(a, b); }
 vf vf_round(vf a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 vf vf_scale2(vf a, vf n) { return _mm512_scalef_ps(a, n); }
-uint32_t vf_nonzero(vf a) { return _mm512_cmp_ps_mask(a, _mm512_setzero_ps(), _CMP_NEQ_UQ); }
+
+// GCC 12 may spill a mask that is widened to 64 bits as its 16 bits only, the rest of the slot being anything (seen with
+// -O3 -fsanitize=address): the move to a general register is spelt out.
+uint32_t vf_nonzero(vf a) {
+    const __mmask16 mask = _mm512_cmp_ps_mask(a, _mm512_setzero_ps(), _CMP_NEQ_UQ);
+    uint32_t bits;
+    __asm__("kmovw %1, %0" : "=r"(bits) : "k"(mask));
+    return bits;
+}
 
 vf vf_load_f16(const uint8_t * p) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p)));
