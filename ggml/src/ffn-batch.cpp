@@ -14,7 +14,8 @@ namespace {
 
 enum slot { slot_thread = 16, slot_hidden, slot_marks, slot_union, slot_sums };
 
-constexpr int64_t tile_rows = 32;      // unpacked rows per tile: 32 x 4096 floats stay in the L2 cache
+constexpr int64_t tile_rows = 64;      // unpacked rows per tile
+constexpr int64_t step_tokens = 128;   // tokens per product with a tile: more would push the tile out of the L2 cache
 constexpr int64_t chunk_tokens = 512;  // tokens per pass, bounds the scratch memory
 
 uint64_t to_us(double seconds) { return static_cast<uint64_t>(seconds * 1e6 + 0.5); }
@@ -63,6 +64,21 @@ bool any_nonzero(const float * v, int64_t n_tokens, int64_t i) {
         }
     }
     return false;
+}
+
+// out (n_x, tile_rows) = x (n_x, n) times the tile's rows.
+void multiply_tile(const kernel_table * kernels, int64_t n_x, int64_t n_w, int64_t n, const float * x, int64_t ld_x,
+                   const float * weights, float * out, int64_t ld_out) {
+    for (int64_t t = 0; t < n_x; t += step_tokens) {
+        kernels->matmul_nt(std::min(step_tokens, n_x - t), n_w, n, x + t * ld_x, ld_x, weights, n, out + t * ld_out, ld_out);
+    }
+}
+
+// y (n_x, n) += a (n_x, tile_rows) times the tile's rows.
+void add_tile(const kernel_table * kernels, int64_t n_x, int64_t n_w, int64_t n, const float * a, const float * weights, float * y) {
+    for (int64_t t = 0; t < n_x; t += step_tokens) {
+        kernels->matmul_nn_add(std::min(step_tokens, n_x - t), n_w, n, a + t * tile_rows, tile_rows, weights, n, y + t * n, n);
+    }
 }
 
 uint64_t unpack_tile(const row_reader & reader, const int32_t * ids, int64_t n_rows, int64_t n, float * weights) {
@@ -126,7 +142,7 @@ void forward_chunk(const ffn_layer & layer, const ffn_options & options, const k
                 for (int64_t i = 0; i < n_rows; ++i) {
                     n_slow += fc1.unpack(begin + i, own.weights + i * n_embd);
                 }
-                kernels->matmul_nt(n_tokens, n_rows, n_embd, x, ld_x, own.weights, n_embd, hidden + begin, rank);
+                multiply_tile(kernels, n_tokens, n_rows, n_embd, x, ld_x, own.weights, hidden + begin, rank);
                 if (layer.predictor_relu) {
                     for (int64_t t = 0; t < n_tokens; ++t) {
                         ffn_activate(ffn_activation::relu, 0.0f, kernels, n_rows, hidden + t * rank + begin);
@@ -139,7 +155,7 @@ void forward_chunk(const ffn_layer & layer, const ffn_options & options, const k
                 for (int64_t i = 0; i < n_rows; ++i) {
                     n_slow += fc2.unpack(begin + i, own.weights + i * rank);
                 }
-                kernels->matmul_nt(n_tokens, n_rows, rank, hidden, rank, own.weights, rank, own.gate, tile_rows);
+                multiply_tile(kernels, n_tokens, n_rows, rank, hidden, rank, own.weights, own.gate, tile_rows);
                 for (int64_t t = 0; t < n_tokens; ++t) {
                     for (int64_t i = 0; i < n_rows; ++i) {
                         const bool skip = own.gate[t * tile_rows + i] < layer.predictor_threshold;  // NaN computes
@@ -175,7 +191,7 @@ void forward_chunk(const ffn_layer & layer, const ffn_options & options, const k
             // act(gate) of every token; a neuron that a token doesn't use is exactly 0 from here on.
             n_slow += unpack_tile(first, own.rows, n_rows, n_embd, own.weights);
             n_gate_rows += n_rows;
-            kernels->matmul_nt(n_tokens, n_rows, n_embd, x, ld_x, own.weights, n_embd, own.gate, tile_rows);
+            multiply_tile(kernels, n_tokens, n_rows, n_embd, x, ld_x, own.weights, own.gate, tile_rows);
             for (int64_t t = 0; t < n_tokens; ++t) {
                 float * gate = own.gate + t * tile_rows;
                 if (options.add_biases && !layer.first_bias.empty()) {
@@ -205,7 +221,7 @@ void forward_chunk(const ffn_layer & layer, const ffn_options & options, const k
             if (layer.gated && n_rows > 0) {
                 n_slow += unpack_tile(second, own.rows, n_rows, n_embd, own.weights);
                 n_up_rows += n_rows;
-                kernels->matmul_nt(n_tokens, n_rows, n_embd, x, ld_x, own.weights, n_embd, own.up, tile_rows);
+                multiply_tile(kernels, n_tokens, n_rows, n_embd, x, ld_x, own.weights, own.up, tile_rows);
                 for (int64_t t = 0; t < n_tokens; ++t) {
                     float * gate = own.gate + t * tile_rows;
                     float * up = own.up + t * tile_rows;
@@ -247,7 +263,7 @@ void forward_chunk(const ffn_layer & layer, const ffn_options & options, const k
             if (n_rows > 0) {
                 n_slow += unpack_tile(down, own.rows, n_rows, n_embd, own.weights);
                 n_down_rows += n_rows;
-                kernels->matmul_nn_add(n_tokens, n_rows, n_embd, own.gate, tile_rows, own.weights, n_embd, sum, n_embd);
+                add_tile(kernels, n_tokens, n_rows, n_embd, own.gate, own.weights, sum);
             }
         }
 #pragma omp barrier
@@ -321,7 +337,7 @@ void ffn_matmul_rows(const row_matrix & matrix, const int32_t * order, const ker
             for (int64_t i = 0; i < n_rows; ++i) {
                 n_slow += reader.unpack(begin + i, own.weights + i * n);
             }
-            kernels->matmul_nt(n_tokens, n_rows, n, x, ld_x, own.weights, n, own.gate, tile_rows);
+            multiply_tile(kernels, n_tokens, n_rows, n, x, ld_x, own.weights, own.gate, tile_rows);
             for (int64_t t = 0; t < n_tokens; ++t) {
                 for (int64_t i = 0; i < n_rows; ++i) {
                     out[t * ld_out + (order ? order[begin + i] : begin + i)] = own.gate[t * tile_rows + i];
@@ -360,7 +376,7 @@ void ffn_matmul_columns(const row_matrix & matrix, const int32_t * order, const 
                     own.gate[t * tile_rows + i] = a[t * ld_a + (order ? order[begin + i] : begin + i)];
                 }
             }
-            kernels->matmul_nn_add(n_tokens, n_rows, n, own.gate, tile_rows, own.weights, n, sum, n);
+            add_tile(kernels, n_tokens, n_rows, n, own.gate, own.weights, sum);
         }
 #pragma omp barrier
         for (int64_t t = i_thread; t < n_tokens; t += team) {
