@@ -51,14 +51,19 @@ void row_reader::pack(const float * x, void * scratch) const {
     k->pack_x(m_.n, x, scratch);
 }
 
+const int32_t * row_reader::stored_rows(const int32_t * ids, int64_t first, int64_t n_ids, int32_t * remapped) const {
+    if (m_.row_of == nullptr) {
+        return ids;
+    }
+    for (int64_t i = 0; i < n_ids; ++i) {
+        remapped[i] = m_.row_of[ids ? ids[i] : first + i];
+    }
+    return remapped;
+}
+
 uint64_t row_reader::dot(const int32_t * ids, int64_t first, int64_t n_ids, const void * scratch, float * out,
                          int32_t * remapped) const {
-    if (m_.row_of != nullptr) {
-        for (int64_t i = 0; i < n_ids; ++i) {
-            remapped[i] = m_.row_of[ids ? ids[i] : first + i];
-        }
-        ids = remapped;
-    }
+    ids = stored_rows(ids, first, n_ids, remapped);
     if (m_.kernels != nullptr) {
         const uint8_t * rows = ids ? m_.rows : m_.rows + first * m_.stride_bytes;
         m_.kernels->dot_rows(m_.n, rows, m_.stride_bytes, ids, n_ids, scratch, out);
@@ -76,12 +81,7 @@ uint64_t row_reader::dot(const int32_t * ids, int64_t first, int64_t n_ids, cons
 
 uint64_t row_reader::add(const int32_t * ids, int64_t first, int64_t n_ids, const float * scale, void * scratch, float * y,
                          int32_t * remapped) const {
-    if (m_.row_of != nullptr) {
-        for (int64_t i = 0; i < n_ids; ++i) {
-            remapped[i] = m_.row_of[ids ? ids[i] : first + i];
-        }
-        ids = remapped;
-    }
+    ids = stored_rows(ids, first, n_ids, remapped);
     if (m_.kernels != nullptr) {
         const uint8_t * rows = ids ? m_.rows : m_.rows + first * m_.stride_bytes;
         m_.kernels->add_rows(m_.n, rows, m_.stride_bytes, ids, n_ids, scale, y);

@@ -135,20 +135,24 @@ void ffn_forward(const ffn_layer & layer, const ffn_options & options, const ker
 
 // --- pieces that the blocked path, the op-by-op path and tests share ---
 
-// out[i] = dot(row of position ids[i], x); ids == nullptr: positions first .. first + n_ids - 1.
-// x (n) f32; packed: scratch of packed_bytes(matrix). Returns the number of slow rows.
+// Rows of a matrix by position. ids == nullptr: positions first .. first + n_ids - 1. `remapped` (n_ids) and `scratch`
+// (scratch_bytes()) are the caller's, one per thread. dot, add and unpack return how many rows were slow.
 class row_reader {
 public:
     row_reader(const row_matrix & matrix, const kernel_table * kernels) : m_(matrix), kernels_(kernels) {}
 
     size_t scratch_bytes() const;
-    void pack(const float * x, void * scratch) const;
+    void pack(const float * x, void * scratch) const;  // x (n) f32, for `dot`
+    // out[i] = dot(row of ids[i], the x packed in scratch).
     uint64_t dot(const int32_t * ids, int64_t first, int64_t n_ids, const void * scratch, float * out, int32_t * remapped) const;
+    // y += scale[i] * row of ids[i], in order. y (n).
     uint64_t add(const int32_t * ids, int64_t first, int64_t n_ids, const float * scale, void * scratch, float * y,
                  int32_t * remapped) const;
     uint64_t unpack(int64_t position, float * out) const;  // out (n) f32
 
 private:
+    const int32_t * stored_rows(const int32_t * ids, int64_t first, int64_t n_ids, int32_t * remapped) const;
+
     const row_matrix & m_;
     const kernel_table * kernels_;
 };
