@@ -8,12 +8,13 @@ cc=${CC:-cc}
 cxx=${CXX:-c++}
 
 # GCC before 11.5, 12.4 and 13.3 believes that `ldtilecfg` reads 8 bytes and drops the stores to the other 56: with its AMX code
-# stock llama.cpp crashes on quantized models. So ask the compiler what it does, and leave AMX out where it does that.
+# stock llama.cpp crashes on quantized models. So ask the compiler what it does, and give it the right intrinsic where it does that.
 flags=""
 assembly=$(printf '%s\n' '#include <immintrin.h>' 'void f(void) { char c[64]; c[48] = 77; _tile_loadconfig(c); }' |
     "$cc" -x c -O1 -mamx-tile -S -o - - 2>/dev/null) || assembly=""
 if [[ $assembly == *ldtilecfg* && $assembly != *'$77'* ]]; then
-    flags="-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
+    header=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)/amx_tile_config.h
+    flags="-include $header"
 fi
 
 key=$({
@@ -21,14 +22,15 @@ key=$({
     "$cxx" --version
     uname -m
     grep -m1 -E '^(flags|Features)' /proc/cpuinfo || true
-    echo "$flags ${CFLAGS:-} ${CXXFLAGS:-} ${CMAKE_ARGS:-}"
+    [[ -z $flags ]] || cat "$header"
+    echo "${CFLAGS:-} ${CXXFLAGS:-} ${CMAKE_ARGS:-}"
 } | sha256sum)
 folder=${XDG_CACHE_HOME:-$HOME/.cache}/powerinfer/wheels/$requirement-${key:0:12}
 
 if ! compgen -G "$folder/llama_cpp_python-*.whl" > /dev/null; then
     {
         echo "Compiling $requirement once, which takes minutes; the wheel is kept in $folder"
-        [[ -z $flags ]] || echo "$cc drops the stores in front of ldtilecfg: building without AMX ($flags)"
+        [[ -z $flags ]] || echo "$cc drops the stores in front of ldtilecfg: building with a correct intrinsic ($flags)"
     } >&2
     mkdir -p "$folder"
     part=$(mktemp -d "$folder/part.XXXXXX")
