@@ -163,6 +163,14 @@ def test_decoding_reads_the_bytes_that_the_thresholds_leave(options: pa.ProfileO
     # gate rows are read whole, up rows as far as the first test leaves them, down rows as far as both do
     expected = (1 + found.up_share.mean() + found.density) / 3
     assert found.bytes_share == pytest.approx(expected, abs=0.05)
+    assert found.base_share == pytest.approx(found.bytes_share)
+
+
+def test_bytes_are_compared_with_the_rows_of_the_base(options: pa.ProfileOptions, tmp_path: Path) -> None:
+    model = tiny_models.write_tiny_model(tmp_path / "q.gguf", row_type="Q4_0", n_layer=2)
+    found = profile(dataclasses.replace(options, model=model, activation="relu"))
+    # 18 bytes per 32 values in the base, 34 in the down rows that are derived from it
+    assert found.base_share == pytest.approx(found.bytes_share * (18 + 18 + 34) / (3 * 18))
 
 
 # Stopped while layers are probed, while thresholds are tried, while activations are counted.

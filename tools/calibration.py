@@ -21,7 +21,7 @@ from .text_runner import Runner
 _PROBED_DOWN_SHARE = 0.5
 _PROBED_UP_SHARE = 0.25
 _MAX_SEARCH_STEPS = 10
-_SEARCH_TOLERANCE = 0.03  # of the target
+_SEARCH_TOLERANCE = 0.05  # of the target
 
 # (what, how many) -> a context that gives a function to call once per step
 Steps = Callable[[str, int], AbstractContextManager[Callable[[], None]]]
