@@ -449,7 +449,7 @@ def main() -> int:
         print(f"llama-cpp-python {pinned} -> {args.version}, ggml {versions[0]} -> {versions[1]}")
         for difference in differences:
             print(f"- {difference}")
-        print(f"{len(differences)} differences" if differences else "No differences in what we use.")
+        print(f"{len(differences)} differences" if differences else "No differences in what we use.", flush=True)
         code = build_and_test(args.version, Path(folder)) if args.build else 0
     return 1 if differences or code else 0
 
