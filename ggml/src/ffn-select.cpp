@@ -96,13 +96,16 @@ uint64_t row_reader::add(const int32_t * ids, int64_t first, int64_t n_ids, cons
     return n_ids;
 }
 
-uint64_t row_reader::unpack(int64_t position, float * out) const {
-    const uint8_t * row = m_.rows + (m_.row_of ? m_.row_of[position] : position) * m_.stride_bytes;
+uint64_t row_reader::unpack(int64_t position, float * out) const { return unpack_part(position, 0, m_.n, out); }
+
+uint64_t row_reader::unpack_part(int64_t position, int64_t first, int64_t n, float * out) const {
+    const uint8_t * row = m_.rows + (m_.row_of ? m_.row_of[position] : position) * m_.stride_bytes +
+                          (first > 0 ? row_size_bytes(m_.row_type, first) : 0);
     if (m_.kernels != nullptr) {
-        m_.kernels->unpack_row(m_.n, row, out);
+        m_.kernels->unpack_row(n, row, out);
         return 0;
     }
-    row_to_float(m_.row_type, row, out, m_.n);
+    row_to_float(m_.row_type, row, out, n);
     return 1;
 }
 

@@ -149,6 +149,8 @@ public:
     uint64_t add(const int32_t * ids, int64_t first, int64_t n_ids, const float * scale, void * scratch, float * y,
                  int32_t * remapped) const;
     uint64_t unpack(int64_t position, float * out) const;  // out (n) f32
+    // Values first .. first + n - 1 of a row; both are whole blocks of the row type. out (n) f32.
+    uint64_t unpack_part(int64_t position, int64_t first, int64_t n, float * out) const;
 
 private:
     const int32_t * stored_rows(const int32_t * ids, int64_t first, int64_t n_ids, int32_t * remapped) const;

@@ -299,7 +299,7 @@ constexpr row_kernels rows[] = {
 }  // namespace
 
 const kernel_table kernels_scalar = {
-    "scalar", always_supported, rows, sizeof(rows) / sizeof(rows[0]), matmul_nt, matmul_nn_add, add, silu,
+    "scalar", always_supported, rows, sizeof(rows) / sizeof(rows[0]), matmul_nt, matmul_nn_add, add, silu, nullptr,
 };
 
 }  // namespace powerinfer
