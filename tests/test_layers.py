@@ -40,6 +40,7 @@ LEVELS = {
     "ffn-store.cpp": 2,
     "ffn-select.cpp": 2,
     "ffn-cpu.cpp": 2,
+    "ffn-few.cpp": 2,
     "ffn-batch.h": 2,
     "ffn-batch.cpp": 2,
     "ffn-tiles.cpp": 2,

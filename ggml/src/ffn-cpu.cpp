@@ -15,9 +15,6 @@ namespace {
 // Workspace slots of this file; ffn-batch.cpp uses those from 16 on.
 enum slot { slot_thread, slot_scores, slot_ids, slot_values, slot_sums, slot_counts, slot_input, slot_hidden, slot_products };
 
-// A batch of at least this many tokens goes to the blocked path: rows are then unpacked once for all tokens.
-constexpr int64_t batch_path_min_tokens = 4;
-
 uint64_t to_us(double seconds) { return static_cast<uint64_t>(seconds * 1e6 + 0.5); }
 
 int64_t share_begin(int64_t total, int i_thread, int n_threads) { return total * i_thread / n_threads; }
@@ -348,8 +345,13 @@ void ffn_forward(const ffn_layer & layer, const ffn_options & options, const ker
         result.gate_histogram.resize(ffn_n_bins, 0);
         result.product_histogram.resize(ffn_n_bins, 0);
     }
-    if (n_tokens >= batch_path_min_tokens) {
+    // Unpacking a row costs as much as about ten dots with it: more tokens than that go to the blocked path.
+    if (n_tokens > ffn_few_tokens) {
         ffn_forward_batch(layer, options, kernels, n_threads, n_tokens, x, ld_x, y, ld_y, workspace, result);
+        return;
+    }
+    if (n_tokens > 1 && !options.count) {
+        ffn_forward_few(layer, options, kernels, std::max(n_threads, 1), n_tokens, x, ld_x, y, ld_y, workspace, result);
         return;
     }
 

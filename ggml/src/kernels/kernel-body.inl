@@ -294,7 +294,7 @@ void dot_rows_blocks(int64_t n, const void * rows, size_t stride_bytes, const in
                      const void * packed_x, float * out) {
     const size_t row_bytes = size_t(n / block_values) * sizeof(typename B::block);
     const auto * x = static_cast<const typename B::x_group *>(packed_x);
-    for_rows<8>(0, n_ids, dot_blocks<B>{{n, row_bytes, rows, stride_bytes, ids, n_ids}, x, out});
+    for_rows<4>(0, n_ids, dot_blocks<B>{{n, row_bytes, rows, stride_bytes, ids, n_ids}, x, out});
 }
 
 template <class B>
