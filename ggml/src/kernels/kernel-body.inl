@@ -366,10 +366,11 @@ void unpack_row_blocks(int64_t n, const void * row, float * out) {
 //   group_blocks, group_bytes    what is decoded at once: blocks of 32 values, bytes of the row
 //   part_chunks                  a part is what shares one c and m: 1 or 2 chunks of 16 values
 //   has_minimum, minimum_sign, offset
+//   part_coefs                   lanes per part in coefs
 //   codes<is_signed>(w, q)       the codes of a group: 16 * 2 * group_blocks bytes, minus offset where is_signed
 //   chunk(i)                     which chunk the 16 codes from 16 * i on are
 //   panel_vectors                vectors of codes per panel; what one lane of them holds is of one part
-//   coefs(w)                     c of part p in lane p; with minima c in lane 2 p and m in lane 2 p + 1; zeros behind
+//   coefs(w)                     c of part p in lane part_coefs * p, its m in the next. Zeros in unused odd lanes if has_minimum
 //   dot(sum, q, x)               sum + the products of 4 neighbouring codes and int8
 
 struct coef_lanes {
@@ -381,15 +382,14 @@ struct code_layout {
     static constexpr int n_chunks = 2 * D::group_blocks;
     static constexpr int n_vectors = n_chunks * 16 / vi_bytes;
     static constexpr int n_panels = n_vectors / D::panel_vectors;
-    static constexpr int part_coefs = D::has_minimum ? 2 : 1;
-    static constexpr int block_coefs = part_coefs * 2 / D::part_chunks;
+    static constexpr int block_coefs = D::part_coefs * 2 / D::part_chunks;  // lanes per 32 values
 
     int place[n_chunks];            // inverse of D::chunk
     int lane[n_panels * vf_n];      // the lane of coef_lanes with the c of a lane of the panels
     alignas(64) int32_t spread[n_panels][vf_n];  // the same, counted in its vector
     int vector[n_panels];
 
-    static constexpr int lane_of_chunk(int chunk) { return part_coefs * (chunk / D::part_chunks); }
+    static constexpr int lane_of_chunk(int chunk) { return D::part_coefs * (chunk / D::part_chunks); }
 
     constexpr code_layout() : place(), lane(), spread(), vector() {
         for (int i = 0; i < n_chunks; ++i) {

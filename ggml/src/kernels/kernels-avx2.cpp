@@ -140,36 +140,21 @@ __m256i dot_bytes(__m256i u, __m256i s) {
 
 #include "kernel-body.inl"
 
-constexpr int group_size = 4;  // blocks per group, for every type here
+constexpr int group_size = 4;  // blocks per group of Q8_0
 
 // One number per block of a group, for up to 4 rows: c[4 * r + k].
 struct group_scales {
     alignas(16) float c[16];
 };
 
-// Half i_half of each block of a group at w, times scale.
-template <class Block, int i_half>
+// d of each block of a group at w, times scale.
 void load_scales(const uint8_t * w, __m128 scale, float * out) {
-    uint16_t h[4];
+    uint16_t h[group_size];
     for (int k = 0; k < group_size; ++k) {
-        __builtin_memcpy(&h[k], w + k * sizeof(Block) + 2 * i_half, sizeof(h[k]));
+        __builtin_memcpy(&h[k], w + k * sizeof(block_q8_0), sizeof(h[k]));
     }
     const __m128i halves = _mm_set_epi16(0, 0, 0, 0, short(h[3]), short(h[2]), short(h[1]), short(h[0]));
     _mm_store_ps(out, _mm_mul_ps(scale, _mm_cvtph_ps(halves)));
-}
-
-template <class Block, int R, int i_half>
-void group_scales_of(const uint8_t * const * w, const float * scale, group_scales & out) {
-    for (int r = 0; r < R; ++r) {
-        load_scales<Block, i_half>(w[r], _mm_set1_ps(scale[r]), out.c + 4 * r);
-    }
-}
-
-// The 32 codes of a 4-bit block in the order of its values.
-__m256i load_codes(const uint8_t * q) {
-    const __m128i bytes = load_16(q);
-    const __m256i wide = _mm256_inserti128_si256(_mm256_castsi128_si256(bytes), _mm_srli_epi16(bytes, 4), 1);
-    return _mm256_and_si256(wide, _mm256_set1_epi8(15));
 }
 
 // 32 int8 as four vectors of floats.
@@ -182,160 +167,6 @@ void convert_32(__m256i bytes, vf * out) {
     out[3] = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_unpackhi_epi64(hi, hi)));
 }
 
-struct x_blocks {
-    int8_t q[group_size][32];
-    float d[group_size];
-};
-
-struct blocks_q4_0 {
-    static constexpr int row_type = row_type_q4_0;
-    using block = block_q4_0;
-    static constexpr int64_t block_n = block_values;
-    static constexpr int group_blocks = group_size;
-    static constexpr size_t group_bytes = group_size * sizeof(block);
-
-    struct x_group : x_blocks {
-        int32_t offset[group_size][8];  // -8 * sum of the lane's q
-    };
-
-    static void pack_block(x_group & g, int k, const float * x, block_scale s) {
-        vi_store(g.q[k], quantize_32(x, s.inverse));
-        g.d[k] = s.d;
-    }
-    static void pack_zero(x_group & g, int k) {
-        vi_store(g.q[k], _mm256_setzero_si256());
-        g.d[k] = 0.0f;
-    }
-    static void pack_sums(x_group & g) {
-        for (int k = 0; k < group_size; ++k) {
-            const __m256i sum = dot_bytes(_mm256_set1_epi8(8), vi_load(g.q[k]));
-            vi_store(g.offset[k], _mm256_sub_epi32(_mm256_setzero_si256(), sum));
-        }
-    }
-
-    template <bool part>
-    static vf dot(const uint8_t * w, const x_group & x, vf sum, int64_t n_left) {
-        group_scales d;
-        load_scales<block, 0>(w, _mm_loadu_ps(x.d), d.c);
-        for (int k = 0; k < (part ? int(n_left) : group_size); ++k) {
-            const __m256i i = dot_bytes(load_codes(w + k * sizeof(block) + 2), vi_load(x.q[k]));
-            sum = vf_fma(vf_set(d.c[k]), _mm256_cvtepi32_ps(_mm256_add_epi32(i, vi_load(x.offset[k]))), sum);
-        }
-        return sum;
-    }
-
-    template <int R>
-    struct row_scales {
-        const float * scale;
-        explicit row_scales(const float * s) : scale(s) {}
-        group_scales of_group(const uint8_t * const * w) const {
-            group_scales c;
-            group_scales_of<block, R, 0>(w, scale, c);
-            return c;
-        }
-    };
-
-    template <int R, bool fresh>
-    static void add(const uint8_t * const * w, int k, const group_scales & c, float * y_group) {
-        float * y = y_group + k * block_values;
-        vf sum[4] = {load_y<fresh>(y), load_y<fresh>(y + 8), load_y<fresh>(y + 16), load_y<fresh>(y + 24)};
-        for (int r = 0; r < R; ++r) {
-            vf v[4];
-            convert_32(_mm256_sub_epi8(load_codes(w[r] + k * sizeof(block) + 2), _mm256_set1_epi8(8)), v);
-            const vf cr = vf_set(c.c[4 * r + k]);
-            for (int j = 0; j < 4; ++j) {
-                sum[j] = vf_fma(cr, v[j], sum[j]);
-            }
-        }
-        for (int j = 0; j < 4; ++j) {
-            vf_store(y + 8 * j, sum[j]);
-        }
-    }
-};
-
-struct blocks_q4_1 {
-    static constexpr int row_type = row_type_q4_1;
-    using block = block_q4_1;
-    static constexpr int64_t block_n = block_values;
-    static constexpr int group_blocks = group_size;
-    static constexpr size_t group_bytes = group_size * sizeof(block);
-
-    struct x_group : x_blocks {
-        float sum[group_size][8];  // d * sum of the lane's q
-    };
-
-    static void pack_block(x_group & g, int k, const float * x, block_scale s) {
-        vi_store(g.q[k], quantize_32(x, s.inverse));
-        g.d[k] = s.d;
-    }
-    static void pack_zero(x_group & g, int k) {
-        vi_store(g.q[k], _mm256_setzero_si256());
-        g.d[k] = 0.0f;
-    }
-    static void pack_sums(x_group & g) {
-        for (int k = 0; k < group_size; ++k) {
-            const __m256i sum = dot_bytes(_mm256_set1_epi8(1), vi_load(g.q[k]));
-            vf_store(g.sum[k], _mm256_mul_ps(vf_set(g.d[k]), _mm256_cvtepi32_ps(sum)));
-        }
-    }
-
-    template <bool part>
-    static vf dot(const uint8_t * w, const x_group & x, vf sum, int64_t n_left) {
-        group_scales d, m;
-        load_scales<block, 0>(w, _mm_loadu_ps(x.d), d.c);
-        load_scales<block, 1>(w, _mm_set1_ps(1.0f), m.c);
-        for (int k = 0; k < (part ? int(n_left) : group_size); ++k) {
-            const __m256i i = dot_bytes(load_codes(w + k * sizeof(block) + 4), vi_load(x.q[k]));
-            sum = vf_fma(vf_set(m.c[k]), vf_load(x.sum[k]), sum);
-            sum = vf_fma(vf_set(d.c[k]), _mm256_cvtepi32_ps(i), sum);
-        }
-        return sum;
-    }
-
-    struct scales_and_minima {
-        group_scales d;
-        alignas(16) float m[group_size];  // per block, summed over the rows
-    };
-
-    template <int R>
-    struct row_scales {
-        const float * scale;
-        explicit row_scales(const float * s) : scale(s) {}
-        scales_and_minima of_group(const uint8_t * const * w) const {
-            scales_and_minima c;
-            group_scales_of<block, R, 0>(w, scale, c.d);
-            group_scales m;
-            group_scales_of<block, R, 1>(w, scale, m);
-            __m128 sum = _mm_load_ps(m.c);
-            for (int r = 1; r < R; ++r) {
-                sum = _mm_add_ps(sum, _mm_load_ps(m.c + 4 * r));
-            }
-            _mm_store_ps(c.m, sum);
-            return c;
-        }
-    };
-
-    template <int R, bool fresh>
-    static void add(const uint8_t * const * w, int k, const scales_and_minima & c, float * y_group) {
-        float * y = y_group + k * block_values;
-        vf sum[4];
-        for (int j = 0; j < 4; ++j) {
-            sum[j] = vf_add(load_y<fresh>(y + 8 * j), vf_set(c.m[k]));
-        }
-        for (int r = 0; r < R; ++r) {
-            vf v[4];
-            convert_32(load_codes(w[r] + k * sizeof(block) + 4), v);
-            const vf d = vf_set(c.d.c[4 * r + k]);
-            for (int j = 0; j < 4; ++j) {
-                sum[j] = vf_fma(d, v[j], sum[j]);
-            }
-        }
-        for (int j = 0; j < 4; ++j) {
-            vf_store(y + 8 * j, sum[j]);
-        }
-    }
-};
-
 struct blocks_q8_0 {
     static constexpr int row_type = row_type_q8_0;
     using block = block_q8_0;
@@ -343,7 +174,10 @@ struct blocks_q8_0 {
     static constexpr int group_blocks = group_size;
     static constexpr size_t group_bytes = group_size * sizeof(block);
 
-    using x_group = x_blocks;
+    struct x_group {
+        int8_t q[group_size][32];
+        float d[group_size];
+    };
 
     static void pack_block(x_group & g, int k, const float * x, block_scale s) {
         vi_store(g.q[k], quantize_32(x, s.inverse));
@@ -358,7 +192,7 @@ struct blocks_q8_0 {
     template <bool part>
     static vf dot(const uint8_t * w, const x_group & x, vf sum, int64_t n_left) {
         group_scales d;
-        load_scales<block, 0>(w, _mm_loadu_ps(x.d), d.c);
+        load_scales(w, _mm_loadu_ps(x.d), d.c);
         for (int k = 0; k < (part ? int(n_left) : group_size); ++k) {
             // |w| * (x with the sign of w): 2 * 128 * 127 fits an int16.
             const __m256i q = vi_load(w + k * sizeof(block) + 2);
@@ -374,7 +208,9 @@ struct blocks_q8_0 {
         explicit row_scales(const float * s) : scale(s) {}
         group_scales of_group(const uint8_t * const * w) const {
             group_scales c;
-            group_scales_of<block, R, 0>(w, scale, c);
+            for (int r = 0; r < R; ++r) {
+                load_scales(w[r], _mm_set1_ps(scale[r]), c.c + 4 * r);
+            }
             return c;
         }
     };
@@ -411,6 +247,13 @@ uint32_t load_u32(const uint8_t * p) {
     return value;
 }
 
+// The 32 codes of a 4-bit block in the order of its values.
+__m256i load_codes(const uint8_t * q) {
+    const __m128i bytes = load_16(q);
+    const __m256i wide = _mm256_inserti128_si256(_mm256_castsi128_si256(bytes), _mm_srli_epi16(bytes, 4), 1);
+    return _mm256_and_si256(wide, _mm256_set1_epi8(15));
+}
+
 struct codes_base {
     static constexpr int panel_vectors = 1;
     static constexpr int chunk(int i) { return i; }
@@ -432,12 +275,38 @@ struct codes_of_4 : codes_base {
         const vi bytes = _mm256_shuffle_epi8(_mm256_set1_epi32(int(load_u32(h))), byte_of);
         return _mm256_cmpeq_epi8(_mm256_and_si256(bytes, bit_of), bit_of);
     }
-    static coef_lanes load_scales(const uint8_t * w) {
-        uint64_t halves = 0;
+    static constexpr int part_coefs = 2;
+    // d of each block, and what follows it: m, or no number at all. Loading the halves one by one is slower.
+    static coef_lanes coefs(const uint8_t * w) {
+        const auto pair = [&](int k) { return int(load_u32(w + k * sizeof(Block))); };
+        return {{_mm256_cvtph_ps(_mm_set_epi32(pair(3), pair(2), pair(1), pair(0))), vf_zero()}};
+    }
+};
+
+struct codes_q4_0 : codes_of_4<block_q4_0> {
+    static constexpr int row_type = row_type_q4_0;
+    static constexpr int offset = 8;
+    static constexpr bool has_minimum = false;
+    static constexpr int minimum_sign = 1;
+    template <bool is_signed>
+    static void codes(const uint8_t * w, vi * q) {
         for (int k = 0; k < 4; ++k) {
-            halves |= uint64_t(load_u16(w + k * sizeof(Block))) << 16 * k;
+            const vi code = load_codes(w + k * sizeof(block) + 2);
+            q[k] = is_signed ? _mm256_sub_epi8(code, vi_set_bytes(offset)) : code;
         }
-        return {{_mm256_zextps128_ps256(_mm_cvtph_ps(_mm_cvtsi64_si128(static_cast<long long>(halves)))), vf_zero()}};
+    }
+};
+
+struct codes_q4_1 : codes_of_4<block_q4_1> {
+    static constexpr int row_type = row_type_q4_1;
+    static constexpr int offset = 0;
+    static constexpr bool has_minimum = true;
+    static constexpr int minimum_sign = 1;
+    template <bool is_signed>
+    static void codes(const uint8_t * w, vi * q) {
+        for (int k = 0; k < 4; ++k) {
+            q[k] = load_codes(w + k * sizeof(block) + 4);
+        }
     }
 };
 
@@ -454,7 +323,6 @@ struct codes_q5_0 : codes_of_4<block_q5_0> {
             q[k] = _mm256_or_si256(low, is_signed ? _mm256_andnot_si256(high, vi_set_bytes(-16)) : _mm256_and_si256(high, vi_set_bytes(16)));
         }
     }
-    static coef_lanes coefs(const uint8_t * w) { return load_scales(w); }
 };
 
 struct codes_q5_1 : codes_of_4<block_q5_1> {
@@ -467,10 +335,6 @@ struct codes_q5_1 : codes_of_4<block_q5_1> {
         for (int k = 0; k < 4; ++k, w += sizeof(block)) {
             q[k] = _mm256_or_si256(load_codes(w + 8), _mm256_and_si256(spread_bits(w + 4), vi_set_bytes(16)));
         }
-    }
-    static coef_lanes coefs(const uint8_t * w) {
-        const auto pair = [&](int k) { return int(load_u32(w + k * sizeof(block))); };
-        return {{_mm256_cvtph_ps(_mm_set_epi32(pair(3), pair(2), pair(1), pair(0))), vf_zero()}};
     }
 };
 
@@ -490,7 +354,6 @@ struct codes_iq4_nl : codes_of_4<block_iq4_nl> {
             q[k] = _mm256_shuffle_epi8(values, load_codes(w + k * sizeof(block) + 2));
         }
     }
-    static coef_lanes coefs(const uint8_t * w) { return load_scales(w); }
 };
 
 template <class Block>
@@ -502,6 +365,7 @@ struct codes_of_parts : codes_base {
     static constexpr int part_chunks = 2;
     static constexpr int offset = 0;
     static constexpr bool has_minimum = true;
+    static constexpr int part_coefs = 2;
     static constexpr int minimum_sign = -1;
 
     static void load_nibbles(const uint8_t * bytes, vi * q) {
@@ -555,6 +419,7 @@ struct codes_q6_k : codes_base {
     static constexpr int part_chunks = 1;
     static constexpr int offset = 32;
     static constexpr bool has_minimum = false;
+    static constexpr int part_coefs = 1;
     static constexpr int minimum_sign = 1;
 
     template <bool is_signed>
@@ -587,8 +452,8 @@ constexpr row_kernels rows[] = {
     kernels_values<values_f32>,
     kernels_values<values_f16>,
     kernels_values<values_bf16>,
-    kernels_blocks<blocks_q4_0>,
-    kernels_blocks<blocks_q4_1>,
+    kernels_blocks<code_blocks<codes_q4_0>>,
+    kernels_blocks<code_blocks<codes_q4_1>>,
     kernels_blocks<code_blocks<codes_q5_0>>,
     kernels_blocks<code_blocks<codes_q5_1>>,
     kernels_blocks<blocks_q8_0>,

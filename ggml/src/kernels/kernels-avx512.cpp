@@ -486,6 +486,7 @@ struct codes_q5_0 : codes_of_4_in_order<block_q5_0> {
     static constexpr int row_type = row_type_q5_0;
     static constexpr int offset = 16;
     static constexpr bool has_minimum = false;
+    static constexpr int part_coefs = 1;
     static constexpr int minimum_sign = 1;
     template <bool is_signed>
     static void codes(const uint8_t * w, vi * q) {
@@ -504,6 +505,7 @@ struct codes_q5_1 : codes_of_4_in_order<block_q5_1> {
     static constexpr int row_type = row_type_q5_1;
     static constexpr int offset = 0;
     static constexpr bool has_minimum = true;
+    static constexpr int part_coefs = 2;
     static constexpr int minimum_sign = 1;
     template <bool is_signed>
     static void codes(const uint8_t * w, vi * q) {
@@ -520,6 +522,7 @@ struct codes_iq4_nl : codes_of_4<block_iq4_nl> {
     static constexpr int row_type = row_type_iq4_nl;
     static constexpr int offset = 128;
     static constexpr bool has_minimum = false;
+    static constexpr int part_coefs = 1;
     static constexpr int minimum_sign = 1;
     template <bool is_signed>
     static void codes(const uint8_t * w, vi * q) {
@@ -553,6 +556,7 @@ struct codes_of_parts : codes_base {
     static constexpr int panel_vectors = 2;
     static constexpr int offset = 0;
     static constexpr bool has_minimum = true;
+    static constexpr int part_coefs = 2;
     static constexpr int minimum_sign = -1;
     static constexpr int chunk(int i) { return i % 4 * 4 + i / 4; }
 
@@ -636,6 +640,7 @@ struct codes_q6_k : codes_base {
     static constexpr int panel_vectors = 1;
     static constexpr int offset = 32;
     static constexpr bool has_minimum = false;
+    static constexpr int part_coefs = 1;
     static constexpr int minimum_sign = 1;
     static constexpr int chunk(int i) { return i; }
 
