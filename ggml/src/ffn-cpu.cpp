@@ -15,6 +15,9 @@ namespace {
 // Workspace slots of this file; ffn-batch.cpp uses those from 16 on.
 enum slot { slot_thread, slot_scores, slot_ids, slot_values, slot_sums, slot_counts, slot_input, slot_hidden, slot_products };
 
+// Steps of 4 neurons are faster for rows shorter than this, of 8 for longer ones (measured at 1152 and 2304 bytes).
+constexpr size_t small_row_bytes = 2048;
+
 uint64_t to_us(double seconds) { return static_cast<uint64_t>(seconds * 1e6 + 0.5); }
 
 int64_t share_begin(int64_t total, int i_thread, int n_threads) { return total * i_thread / n_threads; }
@@ -120,6 +123,7 @@ public:
         up_values_ = reinterpret_cast<float *>(take(n_ff * sizeof(float)));
         remapped_ = reinterpret_cast<int32_t *>(take(n_ff * sizeof(int32_t)));
         scratch_ = take(scratch_bytes(job.layer, job.kernels));
+        down_scratch_ = take(row_reader(job.layer.down, job.kernels).scratch_bytes());
     }
 
     static size_t scratch_bytes(const ffn_layer & layer, const kernel_table * kernels) {
@@ -134,7 +138,8 @@ public:
 
     static size_t memory_bytes(const ffn_layer & layer, const kernel_table * kernels) {
         const size_t line = 64;
-        return 4 * (layer.n_ff * sizeof(float) + line) + scratch_bytes(layer, kernels) + line;
+        return 4 * (layer.n_ff * sizeof(float) + line) + scratch_bytes(layer, kernels) +
+               row_reader(layer.down, kernels).scratch_bytes() + 2 * line;
     }
 
     // Runs inside the parallel region; contains its barriers.
@@ -218,40 +223,54 @@ private:
     void up_and_down(thread_tally & tally) {
         const ffn_layer & layer = job_.layer;
         const ffn_options & options = job_.options;
-        int64_t n = n_own_;
-        job_.n_up[i_] = layer.gated ? n : 0;
+        const bool use_product = options.mode != ffn_mode::dense && options.mode != ffn_mode::exact && options.product_threshold > 0.0f;
+        job_.n_up[i_] = layer.gated ? n_own_ : 0;
         if (layer.gated) {
             second_.pack(job_.x, scratch_);
-            tally.n_slow += second_.dot(own_ids_, 0, n, scratch_, up_values_, remapped_);
-            add_bias(layer.second_bias, options.add_biases, own_ids_, 0, n, up_values_);
-            if (options.activation == ffn_activation::drelu) {
-                ffn_activate(ffn_activation::relu, 0.0f, job_.kernels, n, up_values_);
-            }
-            for (int64_t i = 0; i < n; ++i) {
-                own_values_[i] *= up_values_[i];
-            }
-        }
-        if (job_.products != nullptr) {
-            for (int64_t i = 0; i < n; ++i) {
-                job_.products[own_ids_[i]] = own_values_[i];
-            }
-        }
-        if (options.mode != ffn_mode::dense) {
-            const bool use_product = options.mode != ffn_mode::exact && options.product_threshold > 0.0f;
-            int64_t kept = 0;
-            for (int64_t i = 0; i < n; ++i) {
-                const float h = own_values_[i];
-                const bool skip = h == 0.0f || (use_product && std::fabs(h) * layer.down_norm[own_ids_[i]] < options.product_threshold);
-                own_ids_[kept] = own_ids_[i];
-                own_values_[kept] = h;
-                kept += skip ? 0 : 1;
-            }
-            n = kept;
         }
         float * sum = job_.sums + i_ * layer.n_embd;
         std::memset(sum, 0, layer.n_embd * sizeof(float));
-        tally.n_slow += down_.add(own_ids_, 0, n, own_values_, scratch_, sum, remapped_);
-        job_.n_active[i_] = n;
+        // Step by step, so that a neuron's up and down rows, side by side in memory, are read together.
+        const int64_t step = layer.down.row_bytes < small_row_bytes ? 4 : 8;
+        int64_t n_active = 0;
+        for (int64_t i = 0; i < n_own_; i += step) {
+            const int64_t n = std::min(step, n_own_ - i);
+            const int64_t n_ahead = std::min(2 * step, n_own_ - i);
+            const int32_t * ids = own_ids_ + i;
+            float * values = own_values_ + i;
+            if (layer.gated) {
+                tally.n_slow += second_.dot(ids, 0, n, scratch_, up_values_, remapped_, n_ahead);
+                add_bias(layer.second_bias, options.add_biases, ids, 0, n, up_values_);
+                if (options.activation == ffn_activation::drelu) {
+                    ffn_activate(ffn_activation::relu, 0.0f, job_.kernels, n, up_values_);
+                }
+                for (int64_t k = 0; k < n; ++k) {
+                    values[k] *= up_values_[k];
+                }
+            }
+            if (job_.products != nullptr) {
+                for (int64_t k = 0; k < n; ++k) {
+                    job_.products[ids[k]] = values[k];
+                }
+            }
+            // The neurons whose down row is used, and behind them those of the next step.
+            int32_t used_ids[16];
+            float used_values[8];
+            int64_t n_used = 0;
+            for (int64_t k = 0; k < n; ++k) {
+                const float h = values[k];
+                const bool skip = options.mode != ffn_mode::dense &&
+                                  (h == 0.0f || (use_product && std::fabs(h) * layer.down_norm[ids[k]] < options.product_threshold));
+                used_ids[n_used] = ids[k];
+                used_values[n_used] = h;
+                n_used += skip ? 0 : 1;
+            }
+            std::copy_n(ids + n, n_ahead - n, used_ids + n_used);
+            tally.n_slow += down_.add(used_ids, 0, n_used, used_values, down_scratch_, sum, remapped_, n_used + n_ahead - n);
+            std::copy_n(used_ids, n_used, own_ids_ + n_active);
+            n_active += n_used;
+        }
+        job_.n_active[i_] = n_active;
 #pragma omp barrier
         // Join, in thread order.
         const int64_t from = begin(layer.n_embd);
@@ -278,6 +297,7 @@ private:
     float * up_values_;
     int32_t * remapped_;
     void * scratch_;
+    void * down_scratch_;
     int64_t n_own_ = 0;
 };
 

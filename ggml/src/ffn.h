@@ -143,11 +143,12 @@ public:
 
     size_t scratch_bytes() const;
     void pack(const float * x, void * scratch) const;  // x (n) f32, for `dot`
-    // out[i] = dot(row of ids[i], the x packed in scratch).
-    uint64_t dot(const int32_t * ids, int64_t first, int64_t n_ids, const void * scratch, float * out, int32_t * remapped) const;
+    // out[i] = dot(row of ids[i], the x packed in scratch). n_ahead > n_ids: the list goes on, and the next call is for that.
+    uint64_t dot(const int32_t * ids, int64_t first, int64_t n_ids, const void * scratch, float * out, int32_t * remapped,
+                 int64_t n_ahead = 0) const;
     // y += scale[i] * row of ids[i], in order. y (n).
     uint64_t add(const int32_t * ids, int64_t first, int64_t n_ids, const float * scale, void * scratch, float * y,
-                 int32_t * remapped) const;
+                 int32_t * remapped, int64_t n_ahead = 0) const;
     uint64_t unpack(int64_t position, float * out) const;  // out (n) f32
     // Values first .. first + n - 1 of a row; both are whole blocks of the row type. out (n) f32.
     uint64_t unpack_part(int64_t position, int64_t first, int64_t n, float * out) const;

@@ -20,13 +20,14 @@ struct row_kernels {
     // packed is aligned as a float; 64 bytes are faster.
     void (*pack_x)(int64_t n, const float * x, void * packed);
 
-    // out[i] = dot(row ids[i], x), i < n_ids. ids == nullptr means rows 0 .. n_ids - 1.
+    // out[i] = dot(row ids[i], x), i < n_ids. ids == nullptr means rows 0, 1, ... The list goes on to n_ahead >= n_ids: those
+    // rows are fetched into the cache on the way, for the next call.
     // The result of one row never depends on which other rows are in the list.
-    void (*dot_rows)(int64_t n, const void * rows, size_t stride_bytes, const int32_t * ids, int64_t n_ids,
+    void (*dot_rows)(int64_t n, const void * rows, size_t stride_bytes, const int32_t * ids, int64_t n_ids, int64_t n_ahead,
                      const void * packed_x, float * out);  // out: (n_ids)
 
     // y[j] += sum over i, in order of i, of scale[i] * row(ids[i])[j]. ids as above. A y aligned to 64 bytes is faster.
-    void (*add_rows)(int64_t n, const void * rows, size_t stride_bytes, const int32_t * ids, int64_t n_ids,
+    void (*add_rows)(int64_t n, const void * rows, size_t stride_bytes, const int32_t * ids, int64_t n_ids, int64_t n_ahead,
                      const float * scale, float * y);  // scale: (n_ids), y: (n)
 
     // out[j] = row[j] as f32.
