@@ -34,6 +34,7 @@ struct token_job {
     int32_t * ids = nullptr;       // (n_ff) work list, each thread fills the segment of its range
     float * values = nullptr;      // (n_ff) act(gate) of the work list
     int64_t * counts = nullptr;    // (n_threads) entries in each thread's segment
+    int64_t * costs = nullptr;     // (n_threads) what their rows cost, see row_cost
     float * sums = nullptr;        // (n_threads, n_embd) partial results
     int64_t * n_active = nullptr;  // (n_threads) down rows that each thread used; its own_ids begin with them
     int64_t * n_up = nullptr;      // (n_threads) up rows that each thread read
@@ -56,14 +57,51 @@ struct thread_tally {
     double up_down_s = 0.0;
 };
 
-// The part [begin, end) of the list that all threads' segments form together, copied to `ids` and `values`.
-int64_t take_share(const token_job & job, int64_t n_ff, int i_thread, int n_threads, int32_t * ids, float * values) {
+// What reading the row of ids[i] costs: 64, and more where the row before it is far away, up to 96 from 32 KiB on, which is
+// what one cache line of a page table covers. Where a hypervisor maps 4-KiB pages, rows of rare neurons take 2 to 4 times as
+// long as neighbours (1000 and 230 ns seen): an even split by number left one of two threads waiting a third of the time.
+int64_t row_cost(const int32_t * ids, int64_t i, size_t stride_bytes) {
+    const int64_t gap_bytes = i > 0 ? (ids[i] - ids[i - 1]) * static_cast<int64_t>(stride_bytes) : 0;
+    return 64 + std::min<int64_t>(32, gap_bytes >> 10);
+}
+
+// Counts this thread's segment of the work list and what its rows cost.
+void close_segment(token_job & job, int i_thread, const int32_t * ids, int64_t n, size_t stride_bytes) {
+    int64_t cost = 0;
+    for (int64_t i = 0; i < n; ++i) {
+        cost += row_cost(ids, i, stride_bytes);
+    }
+    job.counts[i_thread] = n;
+    job.costs[i_thread] = cost;
+}
+
+// Where the i_split'th of n_threads shares of the list begins: the shares cost the same.
+int64_t split_position(const token_job & job, int64_t n_ff, int i_split, int n_threads, size_t stride_bytes) {
     int64_t total = 0;
     for (int i = 0; i < n_threads; ++i) {
-        total += job.counts[i];
+        total += job.costs[i];
     }
-    const int64_t begin = share_begin(total, i_thread, n_threads);
-    const int64_t end = share_begin(total, i_thread + 1, n_threads);
+    int64_t left = share_begin(total, i_split, n_threads);
+    int64_t at = 0;
+    for (int i = 0; i < n_threads; ++i) {
+        if (left >= job.costs[i]) {
+            left -= job.costs[i];
+            at += job.counts[i];
+            continue;
+        }
+        const int32_t * ids = job.ids + share_begin(n_ff, i, n_threads);
+        for (int64_t k = 0; left > 0; ++k, ++at) {
+            left -= row_cost(ids, k, stride_bytes);
+        }
+        return at;
+    }
+    return at;
+}
+
+// The part [begin, end) of the list that all threads' segments form together, copied to `ids` and `values`.
+int64_t take_share(const token_job & job, int64_t n_ff, int i_thread, int n_threads, size_t stride_bytes, int32_t * ids, float * values) {
+    const int64_t begin = split_position(job, n_ff, i_thread, n_threads, stride_bytes);
+    const int64_t end = split_position(job, n_ff, i_thread + 1, n_threads, stride_bytes);
     int64_t at = 0;
     int64_t n = 0;
     for (int i = 0; i < n_threads && at < end; ++i) {
@@ -108,7 +146,7 @@ void add_bias(const std::vector<float> & bias, bool wanted, const int32_t * ids,
 
 class token_thread {
 public:
-    token_thread(const token_job & job, int i_thread, int n_threads)
+    token_thread(token_job & job, int i_thread, int n_threads)
         : job_(job), i_(i_thread), n_(n_threads), first_(job.layer.first, job.kernels), second_(job.layer.second, job.kernels),
           down_(job.layer.down, job.kernels) {
         const int64_t n_ff = job.layer.n_ff;
@@ -184,7 +222,7 @@ private:
             ids[n] = static_cast<int32_t>(i);
             n += job_.scores[i] < threshold ? 0 : 1;  // NaN computes
         }
-        job_.counts[i_] = n;
+        close_segment(job_, i_, ids, n, layer.first.stride_bytes);
 #pragma omp barrier
     }
 
@@ -194,7 +232,7 @@ private:
         const ffn_options & options = job_.options;
         first_.pack(job_.x, scratch_);
         if (options.mode == ffn_mode::predicted) {
-            const int64_t n = take_share(job_, layer.n_ff, i_, n_, own_ids_, nullptr);
+            const int64_t n = take_share(job_, layer.n_ff, i_, n_, layer.first.stride_bytes, own_ids_, nullptr);
             tally.n_slow += first_.dot(own_ids_, 0, n, scratch_, up_values_, remapped_);
             add_bias(layer.first_bias, options.add_biases, own_ids_, 0, n, up_values_);
             ffn_activate(options.activation, layer.activation_param, job_.kernels, n, up_values_);
@@ -215,9 +253,10 @@ private:
             n_own_ = n;
             return;
         }
-        job_.counts[i_] = keep_active(options, nullptr, from, n, values, job_.ids + from, job_.values + from);
+        const int64_t n_kept = keep_active(options, nullptr, from, n, values, job_.ids + from, job_.values + from);
+        close_segment(job_, i_, job_.ids + from, n_kept, layer.down.stride_bytes);
 #pragma omp barrier
-        n_own_ = take_share(job_, layer.n_ff, i_, n_, own_ids_, own_values_);
+        n_own_ = take_share(job_, layer.n_ff, i_, n_, layer.down.stride_bytes, own_ids_, own_values_);
     }
 
     void up_and_down(thread_tally & tally) {
@@ -286,7 +325,7 @@ private:
         }
     }
 
-    const token_job & job_;
+    token_job & job_;
     const int i_;
     const int n_;
     row_reader first_;
@@ -385,9 +424,10 @@ void ffn_forward(const ffn_layer & layer, const ffn_options & options, const ker
     job.values = workspace.array<float>(slot_values, n_ff);
     job.ids = workspace.array<int32_t>(slot_ids, n_ff);
     job.sums = workspace.array<float>(slot_sums, n_threads * n_embd);
-    job.counts = workspace.array<int64_t>(slot_counts, 3 * n_threads);
+    job.counts = workspace.array<int64_t>(slot_counts, 4 * n_threads);
     job.n_active = job.counts + n_threads;
     job.n_up = job.n_active + n_threads;
+    job.costs = job.n_up + n_threads;
     job.products = options.count ? workspace.array<float>(slot_products, n_ff) : nullptr;
 
     for (int64_t t = 0; t < n_tokens; ++t) {
