@@ -332,7 +332,7 @@ void test_shape(const shape & s, const kernel_table * kernels) {
     }
 }
 
-// 2 to 8 tokens as a server decodes them: right, read once for all, and independent of each other.
+// 2 to 16 tokens as a server decodes them: right, read once for all, and independent of each other.
 void test_few_tokens(const shape & s, const kernel_table * kernels) {
     built b;
     build(s, kernels, b);
@@ -345,7 +345,7 @@ void test_few_tokens(const shape & s, const kernel_table * kernels) {
         options.add_biases = s.biases;
         options.threshold = mode == ffn_mode::threshold && exact_type ? 0.11f : 0.0f;
         options.product_threshold = mode == ffn_mode::threshold && exact_type ? 0.05f : 0.0f;
-        for (const int64_t n_tokens : {int64_t(2), int64_t(5), ffn_few_tokens}) {
+        for (const int64_t n_tokens : {int64_t(2), int64_t(5), ffn_few_tokens_dense, ffn_few_tokens}) {
             const std::vector<float> x = random_values(n_tokens * s.n_embd, 1.0f, s.integers);
             for (const int n_threads : {1, 2, 3}) {
                 ffn_result result;
@@ -428,7 +428,7 @@ void test_predicted(const kernel_table * kernels, bool gated, bool mlp) {
     options.mode = ffn_mode::predicted;
     options.activation = ffn_activation::relu;
     ffn_workspace workspace;
-    for (const int64_t n_tokens : {1, 3, 8, 20}) {
+    for (const int64_t n_tokens : {1, 3, 16, 20}) {
         std::vector<float> x = random_values(n_tokens * s.n_embd, 1.0f);
         if (mlp) {
             for (float & v : x) {

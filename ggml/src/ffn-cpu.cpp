@@ -404,8 +404,8 @@ void ffn_forward(const ffn_layer & layer, const ffn_options & options, const ker
         result.gate_histogram.resize(ffn_n_bins, 0);
         result.product_histogram.resize(ffn_n_bins, 0);
     }
-    // Unpacking a row costs as much as about ten dots with it: more tokens than that go to the blocked path.
-    if (n_tokens > ffn_few_tokens) {
+    // The blocked path unpacks a row once for all tokens, which costs as much as about ten dots with it.
+    if (n_tokens > (options.mode == ffn_mode::dense ? ffn_few_tokens_dense : ffn_few_tokens)) {
         ffn_forward_batch(layer, options, kernels, n_threads, n_tokens, x, ld_x, y, ld_y, workspace, result);
         return;
     }

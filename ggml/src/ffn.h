@@ -163,9 +163,10 @@ private:
 // v[i] = act(v[i]) for the gate part of `activation` (drelu: its relu). i < n.
 void ffn_activate(ffn_activation activation, float param, const kernel_table * kernels, int64_t n, float * v);
 
-constexpr int64_t ffn_few_tokens = 8;
+constexpr int64_t ffn_few_tokens = 16;
+constexpr int64_t ffn_few_tokens_dense = 8;
 
-// 2 to ffn_few_tokens tokens, rows read once for all; called by ffn_forward. Doesn't fill the counting arrays.
+// 2 to ffn_few_tokens tokens (dense mode: ffn_few_tokens_dense), rows read once for all; called by ffn_forward. Doesn't fill the counting arrays.
 void ffn_forward_few(const ffn_layer & layer, const ffn_options & options, const kernel_table * kernels, int n_threads,
                      int64_t n_tokens, const float * x, int64_t ld_x, float * y, int64_t ld_y,
                      ffn_workspace & workspace, ffn_result & result);
