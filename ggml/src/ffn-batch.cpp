@@ -2,6 +2,8 @@
 // neurons, whatever else is in the batch. Also the whole-matrix products of the op-by-op path.
 #include "ffn-batch.h"
 
+#include "ggml.h"
+
 #include <omp.h>
 
 #include <algorithm>
@@ -347,7 +349,9 @@ void forward_chunk(const ffn_layer & layer, const ffn_options & options, const k
 void ffn_forward_batch(const ffn_layer & layer, const ffn_options & options, const kernel_table * kernels, int n_threads,
                        int64_t n_tokens, const float * x, int64_t ld_x, float * y, int64_t ld_y,
                        ffn_workspace & workspace, ffn_result & result) {
-    const auto forward = kernels->tiles != nullptr ? ffn_forward_tiles : forward_chunk;
+    // F32 rows keep their 24 bits: they stay with the f32 products.
+    const bool is_f32 = layer.first.row_type == GGML_TYPE_F32 || layer.second.row_type == GGML_TYPE_F32 || layer.down.row_type == GGML_TYPE_F32;
+    const auto forward = kernels->tiles != nullptr && !is_f32 ? ffn_forward_tiles : forward_chunk;
     for (int64_t t = 0; t < n_tokens; t += batch_chunk_tokens) {
         forward(layer, options, kernels, std::max(n_threads, 1), std::min(batch_chunk_tokens, n_tokens - t),
                 x + t * ld_x, ld_x, y + t * ld_y, ld_y, workspace, result);

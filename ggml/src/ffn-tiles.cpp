@@ -23,7 +23,7 @@ constexpr int64_t slice_rows = 1024;   // neurons per product of the down projec
 
 int64_t round_up(int64_t value, int64_t to) { return (value + to - 1) / to * to; }
 
-// How many bf16 parts x and the rows of a matrix are given: rows of floats lose nothing, BF16 rows are one part as they are;
+// How many bf16 parts x and the rows of a matrix are given: F16 rows lose nothing by two, BF16 rows are one as they are;
 // for quantized rows upstream rounds x to 8 bits, and one part keeps as many of both.
 struct part_counts {
     int x;
