@@ -39,6 +39,8 @@ LEVELS = {
     "ffn-select.cpp": 2,
     "ffn-cpu.cpp": 2,
     "ffn-batch.cpp": 2,
+    "kernel-bench.h": 2,
+    "kernel-bench.cpp": 2,
     "device.h": 3,
     "graph-match.h": 3,
     "graph-match.cpp": 3,
