@@ -58,7 +58,10 @@ PYTHON_IMPORTS = {
     "gguf_file": {"errors"},
     "format": {"errors", "gguf_file", "_core"},
     "llama": {"errors", "format", "gguf_file", "_core"},
-    "bench": {"errors", "format", "gguf_file", "_core", "llama"},
+    "bench_machine": {"errors", "_core"},
+    "bench_report": {"format"},
+    "bench_kernels": {"errors", "_core", "bench_machine", "bench_report"},
+    "bench": {"errors", "format", "gguf_file", "_core", "llama", "bench_machine", "bench_report", "bench_kernels"},
     "cli": {"errors", "format", "gguf_file", "_core", "llama", "bench", "__init__"},
 }
 
