@@ -464,13 +464,18 @@ def noise_reasons(measured: Measured, lines: Sequence[Line]) -> list[str]:
         One text per limit that was passed.
     """
     reasons = measured.noise.reasons()
-    for line in lines:
-        for what, spread in (("prompt", line.prompt_ratio_spread), ("decode", line.decode_ratio_spread)):
-            if spread is not None and spread > MAX_RATIO_SPREAD and not line.oversubscribed:
-                reasons.append(
-                    f"{line.mode}, {line.n_threads} threads: {what} ratios to stock are {spread:.0%} apart "
-                    f"(interquartile range / median, limit {MAX_RATIO_SPREAD:.0%})"
-                )
+    spreads = [
+        (spread, f"{what} of {line.mode} with {line.n_threads} threads")
+        for line in lines
+        for what, spread in (("prompt", line.prompt_ratio_spread), ("decode", line.decode_ratio_spread))
+        if spread is not None and not line.oversubscribed
+    ]
+    worst, where = max(spreads, default=(0.0, ""))
+    if worst > MAX_RATIO_SPREAD:
+        reasons.append(
+            f"ratios to stock spread by up to {worst:.0%} of their median ({where}; interquartile range, "
+            f"limit {MAX_RATIO_SPREAD:.0%})"
+        )
     return reasons
 
 
@@ -607,6 +612,9 @@ def run(args: argparse.Namespace) -> int:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise OptionError(f"{name}: {value}; expected 1 or more; pass a larger one.")
+    for path in (args.json, args.csv, args.png):
+        if path and not Path(path).absolute().parent.is_dir():
+            raise OptionError(f"{path}: its folder doesn't exist; expected one to write to; make it first.")
     for name in _MODEL_FLAGS if args.kernels else _KERNEL_FLAGS:
         if getattr(args, name):
             rest = "only a model's benchmark has it" if args.kernels else "only --kernels has it"

@@ -16,15 +16,17 @@ COLOURS = {"dense": "#7f7f7f", "exact": "#0072b2", "threshold": "#009e73", "pred
 MARKERS = ("o", "s", "^", "D", "v", "P")
 # What a decoded token's time is made of, from the bottom of a bar up: field of Line, name, colour.
 PARTS = (
-    ("outside_ms", "outside of our FFN", "#bbbbbb"),
-    ("ffn_rest_ms", "rest of FFN", "#f0e442"),
-    ("up_down_ms", "up and down", "#56b4e9"),
-    ("gate_ms", "gate", "#0072b2"),
-    ("predictor_ms", "predictor", "#d55e00"),
+    ("outside_ms", "outside of our FFN", "#c8c8c8"),
+    ("ffn_rest_ms", "rest of FFN", "#e5c494"),
+    ("up_down_ms", "up and down", "#8da0cb"),
+    ("gate_ms", "gate", "#66c2a5"),
+    ("predictor_ms", "predictor", "#fc8d62"),
 )
 STOCK_COLOUR = "#555555"
 # Densities further apart than this factor are drawn on a logarithmic axis.
 LOG_AXIS_FROM = 4.0
+# Marks of a logarithmic axis, in per cent.
+MARKED_DENSITIES = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
 # With more bars than this, their labels stand upright.
 N_LEVEL_LABELS = 9
 
@@ -107,8 +109,8 @@ def _draw_speed_up(axes: Any, lines: Sequence[Line]) -> None:
         axes.set_xscale("log")
         axes.xaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_minor_formatter(NullFormatter())
-        axes.set_xticks(_thin(densities))
-        axes.set_xlim(densities[0] / 1.25, densities[-1] * 1.25)
+        axes.set_xlim(densities[0] / 1.3, densities[-1] * 1.3)
+        axes.set_xticks([mark for mark in MARKED_DENSITIES if densities[0] / 1.3 < mark < densities[-1] * 1.3])
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
     axes.set_ylim(bottom=0)
     axes.set(xlabel="density: down rows used, %", ylabel="decode speed, x stock", title="Speed-up and bandwidth limit")
@@ -117,17 +119,12 @@ def _draw_speed_up(axes: Any, lines: Sequence[Line]) -> None:
     axes.legend(fontsize=9, framealpha=1)
 
 
-def _thin(values: Sequence[float]) -> list[float]:
-    """Values (rising) without those whose labels would touch the last one's on a logarithmic axis."""
-    kept: list[float] = []
-    for value in values:
-        if not kept or value > kept[-1] * 1.3:
-            kept.append(value)
-    return kept
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f}" if share < 0.0995 else f"{100 * share:.0f}"
 
 
 def _bars(lines: Sequence[Line]) -> list[tuple[str, Line | None, float]]:
-    """(label, line, ms per token) of each bar; line None: stock, of all models of a shape and type together."""
+    """(label, line, ms per token) of each bar; line None: stock. Models alike in mode and density have one, the median."""
     bars: list[tuple[str, Line | None, float]] = []
     several_types = len({line.row_types for line in lines if line.mode == STOCK}) > 1
     for key in dict.fromkeys((line.shape, line.row_types) for line in lines if line.mode == STOCK):
@@ -136,8 +133,13 @@ def _bars(lines: Sequence[Line]) -> list[tuple[str, Line | None, float]]:
         label = f"stock\n{key[1]}" if several_types else "stock"
         bars.append((label, None, statistics.median(line.token_ms for line in stock)))
         ours = [line for line in lines if line.mode != STOCK and line.model in models and line.shape == key[0]]
-        for line in sorted(ours, key=lambda line: (line.mode, line.density)):
-            bars.append((f"{line.mode}\n{100 * line.density:.3g} %", line, line.token_ms))
+        modes = list(dict.fromkeys(line.mode for line in ours))
+        labelled: dict[str, list[Line]] = {}
+        for line in sorted(ours, key=lambda line: (modes.index(line.mode), line.density)):
+            labelled.setdefault(f"{line.mode}\n{_percent(line.density)} %", []).append(line)
+        for text, same in labelled.items():
+            line = sorted(same, key=lambda line: line.token_ms)[len(same) // 2]
+            bars.append((text, line, line.token_ms))
     return bars
 
 
