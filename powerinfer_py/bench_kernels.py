@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 # Loads the libraries that _core is linked to.
 import llama_cpp  # noqa: F401
@@ -56,6 +58,9 @@ class KernelLine:
     pass_us: float  # median time of one matrix, or of one layer
     pass_us_min: float
     pass_us_max: float
+    separate_ratio: (
+        float | None
+    )  # speed / that of separate matrices, median of neighbouring runs; of exact and predicted
     gb_s: float  # bytes of the rows read / time
     bandwidth_share: float  # gb_s / read bandwidth of as many threads
     cycles_per_row: float  # of one thread: time x core clock x threads / rows
@@ -112,41 +117,59 @@ def measure_kernels(options: KernelOptions) -> KernelReport:
 def _measure_set(
     bench: _core.KernelBench, options: KernelOptions, row_type: str, kernels: str, n_threads: int, bandwidth: float
 ) -> Iterator[KernelLine]:
-    def line(op: str, layout: str, source: str, gate_density: float | None, density: float, what: dict) -> KernelLine:
-        result = bench.run(kernels=kernels, n_threads=n_threads, n_repeats=options.repeats, **what)
+    def measure(n_repeats: int, op: str, **what: Any) -> dict[str, float]:
+        return bench.run(kernels=kernels, op=op, n_threads=n_threads, n_repeats=n_repeats, **what)
+
+    def line(result: dict[str, float], ratio: float | None = None, **fields: Any) -> KernelLine:
         gb_s = result["pass_bytes"] / result["pass_s"] / 1e9
         return KernelLine(
             kernels=kernels,
             row_type=row_type,
-            op=op,
-            layout=layout,
-            source=source,
             n_threads=n_threads,
-            gate_density=gate_density,
-            density=density,
             row_bytes=bench.row_bytes,
             pass_us=result["pass_s"] * 1e6,
             pass_us_min=result["pass_s_min"] * 1e6,
             pass_us_max=result["pass_s_max"] * 1e6,
+            separate_ratio=ratio,
             gb_s=gb_s,
             bandwidth_share=gb_s * 1e9 / bandwidth,
             cycles_per_row=result["pass_s"] * result["core_hz"] * n_threads / result["pass_rows"],
             core_ghz=result["core_hz"] / 1e9,
+            **fields,
         )
 
     for op in KERNELS:
-        yield line(op, "rows", "cache", None, 1.0, {"op": op, "in_cache": True})
+        rows = {"op": op, "layout": "rows", "gate_density": None}
+        yield line(measure(options.repeats, op, in_cache=True), source="cache", density=1.0, **rows)
         for density in options.densities:
-            yield line(op, "rows", "memory", None, density, {"op": op, "density": density})
+            yield line(measure(options.repeats, op, density=density), source="memory", density=density, **rows)
     for density in options.densities:
         candidates = min(1.0, CANDIDATES_PER_ACTIVE * density)
-        # At full density the two patterns are one.
+        # Where all are candidates the two patterns are one.
         for op, gate_density in {"exact": 1.0, "predicted": candidates}.items():
             if op == "predicted" and gate_density == 1.0:
                 continue
+            what = {"gate_density": gate_density, "density": density}
+            # In turns: what the machine does meanwhile meets all layouts.
+            turns = [
+                {layout: measure(1, "ffn", layout=layout, **what) for layout in LAYOUTS} for _ in range(options.repeats)
+            ]
             for layout in LAYOUTS:
-                what = {"op": "ffn", "layout": layout, "gate_density": gate_density, "density": density}
-                yield line(op, layout, "memory", gate_density, density, what)
+                yield line(
+                    _medians([turn[layout] for turn in turns]),
+                    statistics.median(turn["separate"]["pass_s"] / turn[layout]["pass_s"] for turn in turns),
+                    op=op,
+                    layout=layout,
+                    source="memory",
+                    **what,
+                )
+
+
+def _medians(results: list[dict[str, float]]) -> dict[str, float]:
+    """One result of several with one repeat each."""
+    medians = {name: statistics.median(result[name] for result in results) for name in results[0]}
+    times = [result["pass_s"] for result in results]
+    return {**medians, "pass_s_min": min(times), "pass_s_max": max(times)}
 
 
 def run(options: KernelOptions, args: argparse.Namespace) -> int:
@@ -217,9 +240,8 @@ def _print(options: KernelOptions, report: KernelReport, reasons: list[str]) -> 
         4,
     )
     blocks = [line for line in report.lines if line.layout != "rows"]
-    separate = {_pattern(line): line.pass_us for line in blocks if line.layout == "separate"}
     print_table(
-        "\nlayouts of a feed-forward block: bundle: up and down rows side by side; interleaved: gate rows too\n",
+        "\nlayouts of a feed-forward block, in turns: bundle: up and down rows side by side; interleaved: gate rows too\n",
         (
             "type",
             "set",
@@ -244,17 +266,13 @@ def _print(options: KernelOptions, report: KernelReport, reasons: list[str]) -> 
                 figure(line.density, 3),
                 figure(line.pass_us, 0),
                 figure(line.gb_s, 1),
-                figure(separate[_pattern(line)] / line.pass_us),
+                figure(line.separate_ratio),
                 _spread(line),
             )
             for line in blocks
         ],
         4,
     )
-
-
-def _pattern(line: KernelLine) -> tuple:
-    return line.row_type, line.kernels, line.op, line.n_threads, line.density
 
 
 def _spread(line: KernelLine) -> str:

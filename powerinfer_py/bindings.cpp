@@ -457,7 +457,7 @@ int index_of_name(const char * const (&names)[N], const std::string & name, cons
     raise_error("OptionError", (std::string(option) + ": '" + name + "'; expected one of " + expected + "; pass one of them.").c_str());
 }
 
-nb::dict kernel_bench_run(const powerinfer::kernel_bench & self, const std::string & kernels, const std::string & op,
+nb::dict kernel_bench_run(powerinfer::kernel_bench & self, const std::string & kernels, const std::string & op,
                           const std::string & layout, double gate_density, double density, bool in_cache, int n_threads,
                           int n_repeats, double repeat_s) {
     powerinfer::bench_options options;

@@ -227,7 +227,7 @@ status kernel_bench::create(const std::string & type_name, int64_t n, int64_t n_
     return {};
 }
 
-status kernel_bench::run(const bench_options & options, bench_result & result) const {
+status kernel_bench::run(const bench_options & options, bench_result & result) {
     const kernel_table * table = kernel_table_select(options.kernels.c_str());
     const row_kernels * found = table == nullptr ? nullptr : kernel_table_find(table, row_type_);
     if (found == nullptr) {
@@ -253,7 +253,6 @@ status kernel_bench::run(const bench_options & options, bench_result & result) c
 
     const size_t matrix_bytes = n_rows_ * stride_bytes_;
     const int64_t n_matrices = is_ffn ? n_layers_ : 3 * n_layers_;
-    int64_t i_next = 0;
     double n_read = 0.0;  // rows
 
     auto list_of = [&](int64_t i_pass) -> const pass_lists & { return lists[(i_pass / n_matrices + 5 * i_pass) % n_lists]; };
@@ -291,7 +290,7 @@ status kernel_bench::run(const bench_options & options, bench_result & result) c
         const pass_lists & list = list_of(i_pass);
         return static_cast<double>(is_ffn ? list.gate.size(n_rows_) + 2 * list.rows.size(n_rows_) : list.rows.size(n_rows_));
     };
-    // Seconds of passes i_next .. i_next + n_passes - 1. Threads don't wait for each other in between.
+    // Seconds of passes i_next_ .. i_next_ + n_passes - 1. Threads don't wait for each other in between.
     auto run_passes = [&](int64_t n_passes) -> double {
         double start = 0.0;
         double end = 0.0;
@@ -303,16 +302,16 @@ status kernel_bench::run(const bench_options & options, bench_result & result) c
 #pragma omp master
             start = omp_get_wtime();
             for (int64_t i = 0; i < n_passes; ++i) {
-                thread_pass(i_next + i, i_thread, memory);
+                thread_pass(i_next_ + i, i_thread, memory);
             }
 #pragma omp barrier
 #pragma omp master
             end = omp_get_wtime();
         }
         for (int64_t i = 0; i < n_passes; ++i) {
-            n_read += rows_of(i_next + i);
+            n_read += rows_of(i_next_ + i);
         }
-        i_next += n_passes;
+        i_next_ += n_passes;
         return end - start;
     };
 

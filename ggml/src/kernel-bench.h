@@ -65,7 +65,7 @@ public:
     // type_name: a ggml type that quantizes without an importance matrix. n: values per row. n_rows: rows per matrix.
     // working_set_bytes: rounded up to whole layers.
     status create(const std::string & type_name, int64_t n, int64_t n_rows, size_t working_set_bytes);
-    status run(const bench_options & options, bench_result & result) const;
+    status run(const bench_options & options, bench_result & result);
 
     size_t row_bytes() const { return row_bytes_; }
     size_t working_set_bytes() const;
@@ -77,6 +77,7 @@ private:
     int64_t n_layers_ = 0;
     size_t row_bytes_ = 0;
     size_t stride_bytes_ = 0;  // a row's room: whole cache lines
+    int64_t i_next_ = 0;       // pass: calls go on where the last one stopped, not at rows that it left in the cache
     huge_block rows_;          // (n_layers, 3 * n_rows) rows, any layout
 };
 
