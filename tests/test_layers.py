@@ -44,6 +44,8 @@ LEVELS = {
     "ffn-batch.h": 2,
     "ffn-batch.cpp": 2,
     "ffn-tiles.cpp": 2,
+    "kernel-bench.h": 2,
+    "kernel-bench.cpp": 2,
     "device.h": 3,
     "graph-match.h": 3,
     "graph-match.cpp": 3,
@@ -61,7 +63,10 @@ PYTHON_IMPORTS = {
     "gguf_file": {"errors"},
     "format": {"errors", "gguf_file", "_core"},
     "llama": {"errors", "format", "gguf_file", "_core"},
-    "bench": {"errors", "format", "gguf_file", "_core", "llama"},
+    "bench_machine": {"errors", "_core"},
+    "bench_report": {"format"},
+    "bench_kernels": {"errors", "_core", "bench_machine", "bench_report"},
+    "bench": {"errors", "format", "gguf_file", "_core", "llama", "bench_machine", "bench_report", "bench_kernels"},
     "cli": {"errors", "format", "gguf_file", "_core", "llama", "bench", "__init__"},
 }
 

@@ -15,9 +15,6 @@ namespace {
 // Workspace slots of this file; ffn-batch.cpp uses those from 16 on.
 enum slot { slot_thread, slot_scores, slot_ids, slot_values, slot_sums, slot_counts, slot_input, slot_hidden, slot_products };
 
-// Steps of 4 neurons are faster for rows shorter than this, of 8 for longer ones (measured at 1152 and 2304 bytes).
-constexpr size_t small_row_bytes = 2048;
-
 uint64_t to_us(double seconds) { return static_cast<uint64_t>(seconds * 1e6 + 0.5); }
 
 int64_t share_begin(int64_t total, int i_thread, int n_threads) { return total * i_thread / n_threads; }
@@ -270,7 +267,7 @@ private:
         float * sum = job_.sums + i_ * layer.n_embd;
         std::memset(sum, 0, layer.n_embd * sizeof(float));
         // Step by step, so that a neuron's up and down rows, side by side in memory, are read together.
-        const int64_t step = layer.down.row_bytes < small_row_bytes ? 4 : 8;
+        const int64_t step = ffn_step_neurons(layer.down.row_bytes);
         int64_t n_active = 0;
         for (int64_t i = 0; i < n_own_; i += step) {
             const int64_t n = std::min(step, n_own_ - i);

@@ -163,6 +163,9 @@ private:
 // v[i] = act(v[i]) for the gate part of `activation` (drelu: its relu). i < n.
 void ffn_activate(ffn_activation activation, float param, const kernel_table * kernels, int64_t n, float * v);
 
+// Neurons whose up and down rows one step of the decode path reads together (measured at 1152 and 2304 bytes).
+inline int64_t ffn_step_neurons(size_t row_bytes) { return row_bytes < 2048 ? 4 : 8; }
+
 constexpr int64_t ffn_few_tokens = 16;
 constexpr int64_t ffn_few_tokens_dense = 8;
 
