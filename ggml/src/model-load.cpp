@@ -2,7 +2,9 @@
 #include "model-load.h"
 
 #include <sched.h>
+#include <sys/mman.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
@@ -12,6 +14,63 @@
 #include <vector>
 
 namespace powerinfer {
+
+namespace {
+
+struct memory_range {
+    uintptr_t begin;
+    uintptr_t end;
+};
+
+// This process's private anonymous memory, ascending.
+std::vector<memory_range> anonymous_memory() {
+    std::vector<memory_range> ranges;
+    std::ifstream maps("/proc/self/maps");
+    std::string line;
+    while (std::getline(maps, line)) {
+        unsigned long begin = 0;
+        unsigned long end = 0;
+        unsigned long inode = 0;
+        char flags[5] = "";
+        if (std::sscanf(line.c_str(), "%lx-%lx %4s %*s %*s %lu", &begin, &end, flags, &inode) == 4 && inode == 0 &&
+            std::strcmp(flags, "rw-p") == 0) {
+            ranges.push_back({begin, end});
+        }
+    }
+    return ranges;
+}
+
+// Asks for huge pages for the anonymous memory that came since `before`: the weights that upstream repacked (attention,
+// output). In 4-KiB pages they are read at half the speed, less when memory is fragmented; upstream doesn't ask.
+void use_huge_pages(const std::vector<memory_range> & before) {
+#if defined(MADV_HUGEPAGE)
+    constexpr uintptr_t huge_page_bytes = 2u << 20;
+    constexpr int madv_collapse = 25;  // Linux 6.1: now, not when the kernel comes around to it
+    auto ask = [](uintptr_t begin, uintptr_t end) {
+        begin = (begin + huge_page_bytes - 1) / huge_page_bytes * huge_page_bytes;
+        end = end / huge_page_bytes * huge_page_bytes;
+        if (begin < end && madvise(reinterpret_cast<void *>(begin), end - begin, MADV_HUGEPAGE) == 0) {
+            madvise(reinterpret_cast<void *>(begin), end - begin, madv_collapse);
+        }
+    };
+    auto old = before.begin();
+    for (const memory_range & range : anonymous_memory()) {
+        uintptr_t at = range.begin;
+        while (old != before.end() && old->end <= at) {
+            ++old;
+        }
+        for (auto part = old; part != before.end() && part->begin < range.end; ++part) {
+            ask(at, part->begin < at ? at : part->begin);
+            at = std::max(at, part->end);
+        }
+        ask(at, range.end);
+    }
+#else
+    (void) before;
+#endif
+}
+
+}  // namespace
 
 status model_load(ggml_backend_powerinfer_plan_t plan, llama_model_params params, llama_model *& out) {
     out = nullptr;
@@ -23,6 +82,7 @@ status model_load(ggml_backend_powerinfer_plan_t plan, llama_model_params params
     overrides.push_back({nullptr, nullptr});
     params.tensor_buft_overrides = overrides.data();
 
+    const std::vector<memory_range> before = anonymous_memory();
     const std::string path = ggml_backend_powerinfer_plan_base_path(plan);
     const uint64_t offset = ggml_backend_powerinfer_plan_base_offset(plan);
     llama_model * model = nullptr;
@@ -44,6 +104,7 @@ status model_load(ggml_backend_powerinfer_plan_t plan, llama_model_params params
     const bool fits = params.vocab_only || params.no_alloc || ggml_backend_powerinfer_plan_check(plan, error, sizeof(error));
     if (model != nullptr && fits) {
         // The override list dies with this call; libllama reads it only while it loads.
+        use_huge_pages(before);
         out = model;
         return {};
     }
