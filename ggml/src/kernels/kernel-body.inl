@@ -505,7 +505,7 @@ struct code_blocks {
         }
         void coefs_of_group(const uint8_t * const * w, group_coefs<R> & g) const {
             for (int i = 0; i < 16 / vf_n; ++i) {
-                vf m = vf_zero();
+                vf m = vf_set(-0.0f);  // keeps the sign of a zero
                 for (int r = 0; r < R; ++r) {
                     const vf c = vf_mul(scale[r], D::coefs(w[r]).v[i]);
                     vf_store(g.c[r] + i * vf_n, c);
