@@ -69,12 +69,13 @@ struct row_list {
     size_t stride_bytes;
     const int32_t * ids;
     int64_t n_ids;
+    int64_t n_ahead;
 
     const uint8_t * at(int64_t i) const { return row_at(rows, stride_bytes, ids, i); }
 
     template <int R>
     next_rows<R> next(int64_t i) const {
-        return next_rows<R>(rows, stride_bytes, ids, i + R, n_ids, row_bytes);
+        return next_rows<R>(rows, stride_bytes, ids, i + R, n_ahead, row_bytes);
     }
 };
 
@@ -172,10 +173,10 @@ struct dot_values : row_list {
 };
 
 template <class T>
-void dot_rows_values(int64_t n, const void * rows, size_t stride_bytes, const int32_t * ids, int64_t n_ids,
+void dot_rows_values(int64_t n, const void * rows, size_t stride_bytes, const int32_t * ids, int64_t n_ids, int64_t n_ahead,
                      const void * packed_x, float * out) {
     const float * x = static_cast<const float *>(packed_x);
-    for_rows<4>(0, n_ids, dot_values<T>{{n, n * T::value_bytes, rows, stride_bytes, ids, n_ids}, x, out});
+    for_rows<4>(0, n_ids, dot_values<T>{{n, n * T::value_bytes, rows, stride_bytes, ids, n_ids, n_ahead}, x, out});
 }
 
 template <class T>
@@ -218,9 +219,9 @@ struct add_values : row_list {
 };
 
 template <class T>
-void add_rows_values(int64_t n, const void * rows, size_t stride_bytes, const int32_t * ids, int64_t n_ids,
+void add_rows_values(int64_t n, const void * rows, size_t stride_bytes, const int32_t * ids, int64_t n_ids, int64_t n_ahead,
                      const float * scale, float * y) {
-    for_rows<4>(0, n_ids, add_values<T>{{n, n * T::value_bytes, rows, stride_bytes, ids, n_ids}, scale, y});
+    for_rows<4>(0, n_ids, add_values<T>{{n, n * T::value_bytes, rows, stride_bytes, ids, n_ids, n_ahead}, scale, y});
 }
 
 template <class T>
@@ -300,10 +301,10 @@ struct dot_blocks : row_list {
 };
 
 template <class B>
-void dot_rows_blocks(int64_t n, const void * rows, size_t stride_bytes, const int32_t * ids, int64_t n_ids,
+void dot_rows_blocks(int64_t n, const void * rows, size_t stride_bytes, const int32_t * ids, int64_t n_ids, int64_t n_ahead,
                      const void * packed_x, float * out) {
     const auto * x = static_cast<const typename B::x_group *>(packed_x);
-    for_rows<8>(0, n_ids, dot_blocks<B>{{n, row_bytes_blocks<B>(n), rows, stride_bytes, ids, n_ids}, x, out});
+    for_rows<4>(0, n_ids, dot_blocks<B>{{n, row_bytes_blocks<B>(n), rows, stride_bytes, ids, n_ids, n_ahead}, x, out});
 }
 
 // fresh: y isn't read, as if it held -0, the one number that leaves even the sign of a zero alone.
@@ -351,15 +352,15 @@ struct add_blocks : row_list {
 };
 
 template <class B>
-void add_rows_blocks(int64_t n, const void * rows, size_t stride_bytes, const int32_t * ids, int64_t n_ids,
+void add_rows_blocks(int64_t n, const void * rows, size_t stride_bytes, const int32_t * ids, int64_t n_ids, int64_t n_ahead,
                      const float * scale, float * y) {
-    for_rows<4>(0, n_ids, add_blocks<B, false>{{n, row_bytes_blocks<B>(n), rows, stride_bytes, ids, n_ids}, scale, y});
+    for_rows<4>(0, n_ids, add_blocks<B, false>{{n, row_bytes_blocks<B>(n), rows, stride_bytes, ids, n_ids, n_ahead}, scale, y});
 }
 
 template <class B>
 void unpack_row_blocks(int64_t n, const void * row, float * out) {
     const float one = 1.0f;
-    add_blocks<B, true>{{n, 0, row, 0, nullptr, 1}, &one, out}.template run<1>(0);
+    add_blocks<B, true>{{n, 0, row, 0, nullptr, 1, 1}, &one, out}.template run<1>(0);
 }
 
 // Block types by their codes: value = c * (code - offset) + minimum_sign * m. A decoder D has

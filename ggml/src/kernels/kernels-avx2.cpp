@@ -467,7 +467,7 @@ constexpr row_kernels rows[] = {
 }  // namespace
 
 const kernel_table kernels_avx2 = {
-    "avx2", cpu_has_avx2, rows, sizeof(rows) / sizeof(rows[0]), matmul_nt, matmul_nn_add, add, silu,
+    "avx2", cpu_has_avx2, rows, sizeof(rows) / sizeof(rows[0]), matmul_nt, matmul_nn_add, add, silu, nullptr,
 };
 
 }  // namespace powerinfer

@@ -721,7 +721,13 @@ constexpr row_kernels rows[] = {
 }  // namespace
 
 const kernel_table kernels_avx512 = {
-    "avx512", cpu_has_avx512, rows, sizeof(rows) / sizeof(rows[0]), matmul_nt, matmul_nn_add, add, silu,
+    "avx512", cpu_has_avx512, rows, sizeof(rows) / sizeof(rows[0]), matmul_nt, matmul_nn_add, add, silu, nullptr,
 };
+
+#if defined(POWERINFER_AMX)
+const kernel_table kernels_amx = {
+    "amx", cpu_has_amx, rows, sizeof(rows) / sizeof(rows[0]), matmul_nt, matmul_nn_add, add, silu, &tiles_amx,
+};
+#endif
 
 }  // namespace powerinfer
