@@ -3,13 +3,14 @@
 
 // The primitives:
 //   vf, vf_n                     a vector of vf_n floats
-//   vf_zero, vf_set, vf_load, vf_store, vf_load_part, vf_store_part, vf_first, vf_add, vf_fma, vf_div, vf_max, vf_min,
-//   vf_round, vf_scale2, vf_sum4, vf_nonzero, vf_load_f16, vf_load_bf16
+//   vf_zero, vf_set, vf_load, vf_store, vf_load_part, vf_store_part, vf_first, vf_add, vf_mul, vf_fma, vf_div, vf_max,
+//   vf_min, vf_round, vf_scale2, vf_sum4, vf_nonzero, vf_load_f16, vf_load_bf16
 //   block_scale, block_scale_of  how 32 values of x are quantized
 //   store_quantized              32 values of x as int8, 16 to each of two places
 //   vi, vi_bytes                 a vector of vi_bytes = 4 * vf_n bytes, or of vf_n int32
-//   vi_load, vi_store, vi_zero, vi_negative (int32), vi_set_bytes, vf_of_ints, vf_of_bytes (from memory)
-//   vf_set2, vf_permute, vf_add_odd  even and odd lanes; lanes by index; sum + the odd lanes of a vector
+//   vi_load, vi_store, vi_zero, vi_set_bytes, vi_negative (of int32), vf_of_ints, vf_of_bytes (int8 in memory)
+//   vf_set2, vf_permute          a number in the even and one in the odd lanes; lanes by their index
+//   vf_add_odd                   sum + the odd lanes of a vector
 //   matmul_n_x, matmul_v         register tiles: rows of x in matmul_nt, vectors of columns in matmul_nn_add
 
 const uint8_t * row_at(const void * rows, size_t stride_bytes, const int32_t * ids, int64_t i) {
@@ -367,11 +368,10 @@ void unpack_row_blocks(int64_t n, const void * row, float * out) {
 //   group_blocks, group_bytes    what is decoded at once: blocks of 32 values, bytes of the row
 //   part_chunks                  a part is what shares one c and m: 1 or 2 chunks of 16 values
 //   has_minimum, minimum_sign, offset
-//   part_coefs                   lanes per part in coefs
 //   codes<is_signed>(w, q)       the codes of a group: 16 * 2 * group_blocks bytes, minus offset where is_signed
 //   chunk(i)                     which chunk the 16 codes from 16 * i on are
 //   panel_vectors                vectors of codes per panel; what one lane of them holds is of one part
-//   coefs(w)                     c of part p in lane part_coefs * p, its m in the next. Zeros in unused odd lanes if has_minimum
+//   coefs(w), part_coefs         c of part p in lane part_coefs * p and its m in the next; with minima, zeros in what is left
 //   dot(sum, q, x)               sum + the products of 4 neighbouring codes and int8
 
 struct coef_lanes {
@@ -385,9 +385,9 @@ struct code_layout {
     static constexpr int n_panels = n_vectors / D::panel_vectors;
     static constexpr int block_coefs = D::part_coefs * 2 / D::part_chunks;  // lanes per 32 values
 
-    int place[n_chunks];            // inverse of D::chunk
-    int lane[n_panels * vf_n];      // the lane of coef_lanes with the c of a lane of the panels
-    alignas(64) int32_t spread[n_panels][vf_n];  // the same, counted in its vector
+    int place[n_chunks];        // inverse of D::chunk
+    int lane[n_panels * vf_n];  // for each lane of the panels, the lane of coef_lanes with its c
+    alignas(64) int32_t spread[n_panels][vf_n];  // the same within coef_lanes::v[vector[panel]]
     int vector[n_panels];
 
     static constexpr int lane_of_chunk(int chunk) { return D::part_coefs * (chunk / D::part_chunks); }
@@ -417,9 +417,9 @@ struct code_blocks {
     using layout = code_layout<D>;
 
     struct x_group {
-        int8_t q[layout::n_vectors * vi_bytes];  // in the order of the codes
-        int32_t offset[layout::n_panels * vf_n];  // -D::offset * sum of the lane's q
-        float coef[16];  // beside c: d of the block; beside m: minimum_sign * d * sum of the block's q
+        int8_t q[layout::n_vectors * vi_bytes];   // in the order of the codes
+        int32_t offset[layout::n_panels * vf_n];  // -offset * sum of the lane's q (with minima, which have no offset: -sum)
+        float coef[16];                           // beside c: d of the block; beside m: minimum_sign * d * sum of the block's q
     };
 
     static void set_coefs(x_group & g, int k, float d) {
@@ -506,13 +506,15 @@ struct code_blocks {
         }
         void coefs_of_group(const uint8_t * const * w, group_coefs<R> & g) const {
             for (int i = 0; i < 16 / vf_n; ++i) {
-                vf m = vf_zero();
+                vf m = vf_set(-0.0f);  // keeps the sign of a zero
                 for (int r = 0; r < R; ++r) {
                     const vf c = vf_mul(scale[r], D::coefs(w[r]).v[i]);
                     vf_store(g.c[r] + i * vf_n, c);
-                    m = r == 0 ? c : vf_add(m, c);
+                    m = vf_add(m, c);
                 }
-                vf_store(g.m + i * vf_n, m);
+                if (D::has_minimum) {
+                    vf_store(g.m + i * vf_n, m);
+                }
             }
             __asm__("" : "+m"(g));
         }
