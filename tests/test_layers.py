@@ -17,6 +17,7 @@ TEXT_SUFFIXES = {".py", ".cpp", ".h", ".inl", ".cu", ".cuh", ".txt", ".toml", ".
 KERNEL_ISA_HEADERS = {
     "kernels-avx2.cpp": "immintrin.h",
     "kernels-avx512.cpp": "immintrin.h",
+    "kernels-amx.cpp": "immintrin.h",
     "kernels-neon.cpp": "arm_neon.h",
 }
 
@@ -32,13 +33,17 @@ LEVELS = {
     "kernels/kernels-scalar.cpp": 1,
     "kernels/kernels-avx2.cpp": 1,
     "kernels/kernels-avx512.cpp": 1,
+    "kernels/kernels-amx.cpp": 1,
     "plan.h": 1,
     "plan-read.cpp": 1,
     "ffn.h": 2,
     "ffn-store.cpp": 2,
     "ffn-select.cpp": 2,
     "ffn-cpu.cpp": 2,
+    "ffn-few.cpp": 2,
+    "ffn-batch.h": 2,
     "ffn-batch.cpp": 2,
+    "ffn-tiles.cpp": 2,
     "device.h": 3,
     "graph-match.h": 3,
     "graph-match.cpp": 3,
