@@ -154,6 +154,38 @@ public:
         return 0;
     }
 
+    // Raises what a callback raised since the last call.
+    void raise_kept() {
+        if (error_.is_valid()) {
+            nb::object error = std::move(error_);
+            error_.reset();
+            PyErr_SetObject(error.type().ptr(), error.ptr());
+            throw nb::python_error();
+        }
+    }
+
+    // llama_model_params.progress_callback. Signals and exceptions end the load.
+    struct progress_call {
+        plan_object & plan;
+        nb::object report;
+    };
+    static bool on_progress(float share, void * user_data) {
+        nb::gil_scoped_acquire gil;
+        auto * call = static_cast<progress_call *>(user_data);
+        try {
+            if (PyErr_CheckSignals() != 0) {
+                throw nb::python_error();
+            }
+            if (!call->report.is_none()) {
+                call->report(share);
+            }
+            return true;
+        } catch (const nb::python_error & error) {
+            call->plan.keep(error);
+            return false;
+        }
+    }
+
 private:
     void free_handle() {
         const ggml_backend_powerinfer_plan_t plan = handle_;
@@ -164,15 +196,6 @@ private:
             ggml_backend_powerinfer_plan_free(plan);
         }
         capture_ = nb::none();
-    }
-
-    void raise_kept() {
-        if (error_.is_valid()) {
-            nb::object error = std::move(error_);
-            error_.reset();
-            PyErr_SetObject(error.type().ptr(), error.ptr());
-            throw nb::python_error();
-        }
     }
 
     void keep(const nb::python_error & error) {
@@ -221,9 +244,12 @@ PyType_Slot plan_slots[] = {
     {0, nullptr},
 };
 
-uintptr_t plan_load_model(plan_object & self, uintptr_t params_address) {
+uintptr_t plan_load_model(plan_object & self, uintptr_t params_address, nb::object progress) {
     const ggml_backend_powerinfer_plan_t plan = self.handle();
-    const llama_model_params params = *reinterpret_cast<const llama_model_params *>(params_address);
+    llama_model_params params = *reinterpret_cast<const llama_model_params *>(params_address);
+    plan_object::progress_call call{self, std::move(progress)};
+    params.progress_callback = plan_object::on_progress;
+    params.progress_callback_user_data = &call;
     llama_model * model = nullptr;
     std::string error;
     {
@@ -231,6 +257,7 @@ uintptr_t plan_load_model(plan_object & self, uintptr_t params_address) {
         error = powerinfer::model_load(plan, params, model).text();
     }
     if (!error.empty()) {
+        self.raise_kept();
         raise_error("PlanError", error.c_str());
     }
     return reinterpret_cast<uintptr_t>(model);
@@ -544,11 +571,12 @@ Returns:
 
 Raises:
     PlanError: the file can't be used; the text says why.)")
-        .def("load_model", &plan_load_model, "params_address"_a,
-             R"(Load the plan's base model, its FFN in the plan's buffers.
+        .def("load_model", &plan_load_model, "params_address"_a, "progress"_a = nb::none(),
+             R"(Load the plan's base model, its FFN in the plan's buffers. Ctrl-C ends it.
 
 Args:
-    params_address: address of a struct llama_model_params.
+    params_address: address of a struct llama_model_params; its progress callback isn't used.
+    progress: called as progress(share) before each tensor and at the end, 0 <= share <= 1; what it raises ends the load.
 
 Returns:
     Address of the llama_model. The caller frees it with llama_model_free.

@@ -13,8 +13,9 @@ import difflib
 import inspect
 import logging
 import os
+import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,8 +103,8 @@ class _PlanModel(internals.LlamaModel):
         # Freed in the reverse order: contexts (they register themselves here), the model, the plan.
         self._exit_stack = contextlib.ExitStack()
         self._exit_stack.callback(self.plan.close)
-        with suppress_stdout_stderr(disable=verbose):
-            self.model = self.plan.load_model(ctypes.addressof(params))
+        with _load_progress(path_model, verbose) as progress, suppress_stdout_stderr(disable=verbose):
+            self.model = self.plan.load_model(ctypes.addressof(params), progress)
         self._exit_stack.callback(self._free_model)
         self.vocab = llama_cpp.llama_model_get_vocab(self.model)
 
@@ -114,6 +115,38 @@ class _PlanModel(internals.LlamaModel):
 
 
 internals.LlamaModel = _PlanModel
+
+
+@contextlib.contextmanager
+def _load_progress(path: str, verbose: bool) -> Iterator[Callable[[float], None] | None]:
+    """Show how far a load is: on a terminal in one line that goes away, elsewhere only when verbose, every 10 %.
+
+    Args:
+        path: of the model.
+        verbose: as for Llama.
+
+    Yields:
+        What the load calls with its share done, 0 .. 1; None where nothing is shown.
+    """
+    stream = sys.stderr
+    text = f"loading {os.path.basename(path)}:"
+    last = -1
+
+    def show_step(share: float) -> None:
+        nonlocal last
+        if int(share * 10) > last:
+            last = int(share * 10)
+            print(f"{text} {last * 10} %", file=stream, flush=True)
+
+    if stream is not None and stream.isatty():
+        # a copy: upstream switches the first one off unless verbose
+        with os.fdopen(os.dup(stream.fileno()), "w") as terminal:
+            try:
+                yield lambda share: print(f"\r{text} {share * 100:3.0f} %", end="", file=terminal, flush=True)
+            finally:
+                print("\r\x1b[K", end="", file=terminal, flush=True)
+    else:
+        yield show_step if verbose else None
 
 
 class _Notes:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pty
 import re
 import shlex
 import shutil
@@ -439,6 +441,51 @@ def test_ctrl_c_ends_an_answer_and_at_the_prompt_the_chat(folder: Path) -> None:
         process.send_signal(signal.SIGINT)
         assert process.wait(TIMEOUT_S) == 0
         assert b"total time" in process.stderr.read()
+
+
+def errors_on_terminal(*args: str) -> bytes:
+    """stderr of a successful run, when that is a terminal."""
+    terminal, end = pty.openpty()
+    shown = b""
+    with subprocess.Popen([program(), *args], stdout=subprocess.PIPE, stderr=end) as process:
+        os.close(end)
+        with contextlib.suppress(OSError):  # how a terminal says that nobody has it open any more
+            while piece := os.read(terminal, 65536):
+                shown += piece
+    os.close(terminal)
+    assert process.returncode == 0, shown
+    return shown
+
+
+@pytest.fixture(scope="module")
+def long_load(folder: Path) -> Path:
+    """A model of so many tensors, and so long a name, that its progress fills a terminal that nobody reads."""
+    return tiny_models.write_tiny_model(folder / f"{'m' * 220}.gguf", n_layer=48, n_ff=64)
+
+
+@pytest.mark.parametrize("plan", [True, False])
+def test_ctrl_c_ends_a_load(long_load: Path, tmp_path: Path, plan: bool) -> None:
+    words = ["--plan", tiny_models.write_tiny_plan(long_load, tmp_path / "plan.gguf")] if plan else ["--no-plan"]
+    terminal, end = pty.openpty()
+    command = [program(), "-m", str(long_load), "-p", "a", "-n", "1", "--sparsity", "dense", *map(str, words)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=end) as process:
+        os.close(end)
+        shown = read_until(terminal, b"loading")
+        process.send_signal(signal.SIGINT)
+        shown += read_until(terminal, b"interrupted while loading")
+        assert process.wait(TIMEOUT_S) == 130
+        assert process.stdout is not None and process.stdout.read() == b""
+    os.close(terminal)
+    assert b"100 %" not in shown and b"\x1b[K" in shown
+
+
+def test_a_load_is_shown_on_a_terminal_or_when_verbose(planned: dict[str, Path]) -> None:
+    args = ["-m", str(planned["base"]), "-p", "a", "-n", "1", "--sparsity", "exact"]
+    assert b"loading" not in run(*args).stderr
+    lines = [line for line in run(*args, "--verbose").stderr.splitlines() if line.startswith(b"loading base.gguf: ")]
+    assert lines[0].endswith(b": 0 %") and lines[-1].endswith(b": 100 %") and len(lines) <= 11
+    assert b"\rloading base.gguf: 100 %\r\x1b[K" in errors_on_terminal(*args)
+    assert errors_on_terminal(*args, "--log-disable") == b""
 
 
 # --- plans ---

@@ -24,14 +24,21 @@ from powerinfer_py.tools.synthetic_model import (
 )
 
 DENSITY = 0.1
-DENSITY_TOLERANCE = 0.2  # of the wished density
+DENSITY_TOLERANCE = 0.2  # of the wished density; the 1.2B models are within 0.02 (few neurons here: more noise)
 MOST_OVERLAP = 0.6
 # The q4_0 device rounds FFN inputs to 8 bits: a few neurons at the edge change sides.
 COUNT_TOLERANCE = 0.02
 SHAPES = {
     "q4_0": SyntheticOptions(layers=2, n_embd=128, n_ff=512, heads=4, vocab=1024, tokens=1200),
     "f32": SyntheticOptions(
-        layers=2, n_embd=96, n_ff=256, heads=6, kv_heads=2, vocab=512, row_type="f32", predictor_type="q8_0",
+        layers=2,
+        n_embd=96,
+        n_ff=256,
+        heads=6,
+        kv_heads=2,
+        vocab=512,
+        row_type="f32",
+        predictor_type="q8_0",
         tokens=1200,
     ),
 }
@@ -171,20 +178,39 @@ def test_frequencies_follow_the_law_and_have_the_wished_mean(density: float, exp
         assert slope == pytest.approx(-exponent, abs=0.01)
 
 
-@pytest.mark.parametrize("density", [0.02, 0.5, 1.0])
+@pytest.mark.parametrize("density", [0.02, 0.05, 0.2, 0.5, 1.0])
 def test_other_densities(tmp_path: Path, density: float) -> None:
-    options = SyntheticOptions(layers=1, n_embd=128, n_ff=512, heads=4, vocab=300, tokens=800, density=density)
-    report = generate_synthetic(options, tmp_path / "x.gguf", lambda _: None)
+    path = tmp_path / "x.gguf"
+    options = SyntheticOptions(layers=1, n_embd=128, n_ff=512, heads=4, vocab=300, tokens=1200, density=density)
+    report = generate_synthetic(options, path, lambda _: None)
     assert report.density == pytest.approx(density, rel=DENSITY_TOLERANCE)
+    with powerinfer_py.Llama(str(path), sparsity="exact", n_ctx=256, n_threads=1, verbose=False) as llama:
+        run_tokens(llama, fresh_tokens(options.vocab, 200))
+        assert llama.stats().density == pytest.approx(density, rel=DENSITY_TOLERANCE)
 
 
-def test_k_quants_and_rows_that_are_no_whole_blocks(tmp_path: Path) -> None:
-    options = SyntheticOptions(layers=1, n_embd=256, n_ff=512, heads=4, vocab=300, tokens=400, row_type="q4_K")
+@pytest.mark.parametrize("row_type", ["q8_0", "f16", "bf16", "q5_1", "iq4_nl", "q4_k", "q5_k", "q6_k"])
+def test_every_row_type_has_neuron_major_rows_of_its_own_and_a_4_bit_predictor(tmp_path: Path, row_type: str) -> None:
+    options = SyntheticOptions(layers=1, n_embd=256, n_ff=512, heads=4, vocab=300, tokens=800, row_type=row_type)
     report = generate_synthetic(options, tmp_path / "x.gguf", lambda _: None)
-    assert report.density == pytest.approx(DENSITY, rel=DENSITY_TOLERANCE) and report.recall > 0.9
+    assert report.density == pytest.approx(DENSITY, rel=DENSITY_TOLERANCE)
+    assert report.recall > 0.94 and report.overlap < MOST_OVERLAP
+    plan = read_plan(tmp_path / "x.powerinfer.gguf")
+    (layer,) = plan.layers
+    base = plan.open_base()
+    base_types = {base.files[0].tensors[f"blk.0.ffn_{name}.weight"].type.name for name in ("gate", "up", "down")}
+    assert base_types == {layer.ffn_down_t.row_type.name} == {row_type.upper()}
+    assert layer.fc1.row_type.name == layer.fc2.row_type.name == "Q4_0"
+    assert (
+        layer.predictor_candidate_density == pytest.approx(report.candidate_density) and report.candidate_density < 0.2
+    )
+
+
+def test_rows_that_are_no_whole_blocks(tmp_path: Path) -> None:
+    options = SyntheticOptions(layers=1, n_embd=256, n_ff=320, heads=4, vocab=300, row_type="q4_K")
     with pytest.raises(OptionError, match="multiple of 256"):
-        generate_synthetic(dataclasses.replace(options, n_ff=320), tmp_path / "y.gguf", lambda _: None)
-    assert [p.name for p in sorted(tmp_path.iterdir())] == ["x.gguf", "x.powerinfer.gguf"]
+        generate_synthetic(options, tmp_path / "y.gguf", lambda _: None)
+    assert not list(tmp_path.iterdir())
 
 
 def test_presets_read_what_their_names_say() -> None:

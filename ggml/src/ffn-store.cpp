@@ -215,6 +215,14 @@ status allocate_rows(size_t stride_bytes, int64_t count, bool lock, huge_block &
     return result;
 }
 
+// to[i] = from[order[i]], all threads. order == nullptr: identity.
+void copy_rows(uint8_t * to, size_t to_stride_bytes, const uint8_t * from, size_t row_bytes, int64_t n_rows, const int32_t * order) {
+#pragma omp parallel for schedule(static)
+    for (int64_t i = 0; i < n_rows; ++i) {
+        std::memcpy(to + i * to_stride_bytes, from + (order ? order[i] : i) * row_bytes, row_bytes);
+    }
+}
+
 }  // namespace
 
 status ffn_store::copy_predictor() {
@@ -229,8 +237,8 @@ status ffn_store::copy_predictor() {
     if (!result.ok()) {
         return result;
     }
-    std::memcpy(predictor_block_.data(), plan_layer_.fc1.data, fc1.row_bytes * fc1.n_rows);
-    std::memcpy(predictor_block_.data() + fc1_bytes, plan_layer_.fc2.data, fc2_bytes);
+    copy_rows(predictor_block_.data(), fc1.row_bytes, plan_layer_.fc1.data, fc1.row_bytes, fc1.n_rows, nullptr);
+    copy_rows(predictor_block_.data() + fc1_bytes, fc2.row_bytes, plan_layer_.fc2.data, fc2.row_bytes, fc2.n_rows, nullptr);
     fc1.rows = predictor_block_.data();
     fc1.stride_bytes = fc1.row_bytes;
     fc2.rows = predictor_block_.data() + fc1_bytes;
@@ -249,7 +257,6 @@ status ffn_store::set(ffn_role role, const void * data, const uint8_t * resident
     const uint8_t * bytes = static_cast<const uint8_t *>(data);
     const int32_t * order = layer_.order;
     const int64_t n_ff = layer_.n_ff;
-    auto base_row = [&](int64_t position) { return order ? order[position] : static_cast<int32_t>(position); };
 
     if (index_of(role) >= index_of(ffn_role::gate_bias)) {
         const float * values = static_cast<const float *>(data);
@@ -259,7 +266,7 @@ status ffn_store::set(ffn_role role, const void * data, const uint8_t * resident
             std::vector<float> & bias = (role == ffn_role::gate_bias || !layer_.gated) ? layer_.first_bias : layer_.second_bias;
             bias.resize(n_ff);
             for (int64_t i = 0; i < n_ff; ++i) {
-                bias[i] = values[base_row(i)];
+                bias[i] = values[order ? order[i] : i];
             }
         }
         filled_[index_of(role)] = true;
@@ -286,10 +293,7 @@ status ffn_store::set(ffn_role role, const void * data, const uint8_t * resident
             }
             m.rows = block.data();
             m.stride_bytes = stride;
-#pragma omp parallel for schedule(static)
-            for (int64_t i = 0; i < n_ff; ++i) {
-                std::memcpy(block.data() + i * stride, bytes + base_row(i) * row_bytes, row_bytes);
-            }
+            copy_rows(block.data(), stride, bytes, row_bytes, n_ff, order);
         }
     } else {
         status result = set_down(data);
@@ -333,6 +337,7 @@ status ffn_store::set_down(const void * data) {
     const int64_t n_embd = layer_.n_embd;
     row_matrix & down = layer_.down;
     const plan_tensor & stored = plan_layer_.ffn_down_t;
+    uint8_t * rows = nullptr;
 
     if (mapped_ && stored.data != nullptr) {
         down.rows = stored.data;
@@ -342,14 +347,9 @@ status ffn_store::set_down(const void * data) {
         if (!result.ok()) {
             return result;
         }
-        uint8_t * rows = bundle_block_.data() + up_bytes_;
+        rows = bundle_block_.data() + up_bytes_;
         down.rows = rows;
-        if (stored.data != nullptr) {
-#pragma omp parallel for schedule(static)
-            for (int64_t i = 0; i < n_ff; ++i) {
-                std::memcpy(rows + i * down.stride_bytes, stored.data + i * down.row_bytes, down.row_bytes);
-            }
-        } else {
+        if (stored.data == nullptr) {
             // Transpose in slabs of neurons: unpack the slab's columns of every base row, then quantize neuron rows.
             const int base_type = info_[index_of(ffn_role::down)].row_type;
             const size_t base_row_bytes = row_size_bytes(base_type, n_ff);
@@ -390,18 +390,22 @@ status ffn_store::set_down(const void * data) {
         }
     }
 
+    // One pass: a row is still in the cache when its norm is taken.
+    const bool copies = rows != nullptr && stored.data != nullptr;
+    const row_reader reader(down, kernels_);
     layer_.down_norm.resize(n_ff);
 #pragma omp parallel
     {
         std::vector<float> row(n_embd);
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < n_ff; ++i) {
-            row_to_float(down.row_type, down.rows + i * down.stride_bytes, row.data(), n_embd);
-            double sum = 0.0;
-            for (const float value : row) {
-                sum += static_cast<double>(value) * value;
+            if (copies) {
+                std::memcpy(rows + i * down.stride_bytes, stored.data + i * down.row_bytes, down.row_bytes);
             }
-            layer_.down_norm[i] = static_cast<float>(std::sqrt(sum));
+            reader.unpack(i, row.data());
+            float sum = 0.0f;
+            kernels_->matmul_nt(1, 1, n_embd, row.data(), n_embd, row.data(), n_embd, &sum, 1);
+            layer_.down_norm[i] = std::sqrt(sum);
         }
     }
     return {};

@@ -284,6 +284,39 @@ status check_gpu_flags(const session & s) {
     return {};
 }
 
+// How far the load is: on a terminal in one line that goes away, elsewhere only with --verbose, every 10 %.
+class load_progress {
+public:
+    explicit load_progress(const arguments & args)
+        : text_("loading " + args.model_path.substr(args.model_path.find_last_of('/') + 1) + ":"),
+          on_terminal_(isatty(STDERR_FILENO) && !args.log_disable), in_steps_(!isatty(STDERR_FILENO) && args.verbose) {}
+    load_progress(const load_progress &) = delete;
+
+    ~load_progress() {
+        if (on_terminal_) {
+            std::fputs("\r\x1b[K", stderr);
+        }
+    }
+
+    // llama_model_params.progress_callback: `share` (0 .. 1) is done. Ctrl-C ends the load.
+    static bool on_progress(float share, void * user_data) {
+        auto * self = static_cast<load_progress *>(user_data);
+        if (self->on_terminal_) {
+            std::fprintf(stderr, "\r%s %3d %%", self->text_.c_str(), int(100 * share));
+        } else if (self->in_steps_ && int(10 * share) > self->last_) {
+            self->last_ = int(10 * share);
+            std::fprintf(stderr, "%s %d %%\n", self->text_.c_str(), 10 * self->last_);
+        }
+        return !is_interrupted();
+    }
+
+private:
+    std::string text_;
+    bool on_terminal_;
+    bool in_steps_;
+    int last_ = -1;
+};
+
 status load_model(session & s) {
     const arguments & args = s.args;
     llama_model_params params = llama_model_default_params();
@@ -293,7 +326,9 @@ status load_model(session & s) {
     } else if (args.no_mmap) {
         params.load_mode = LLAMA_LOAD_MODE_NONE;
     }
-    params.progress_callback = [](float, void *) { return !is_interrupted(); };
+    load_progress progress(args);
+    params.progress_callback = load_progress::on_progress;
+    params.progress_callback_user_data = &progress;
     llama_model * model = nullptr;
     if (s.plan) {
         status loaded = model_load(s.plan.get(), params, model);
