@@ -32,6 +32,7 @@ LEVELS = {
     "kernels/kernels-scalar.cpp": 1,
     "kernels/kernels-avx2.cpp": 1,
     "kernels/kernels-avx512.cpp": 1,
+    "kernels/kernels-neon.cpp": 1,
     "plan.h": 1,
     "plan-read.cpp": 1,
     "ffn.h": 2,

@@ -6,6 +6,9 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#elif defined(__aarch64__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
 #endif
 
 namespace powerinfer {
@@ -16,6 +19,8 @@ const kernel_table * const tables[] = {
 #if defined(__x86_64__)
     &kernels_avx512,
     &kernels_avx2,
+#elif defined(__aarch64__)
+    &kernels_neon,
 #endif
     &kernels_scalar,
 };
@@ -68,6 +73,13 @@ bool cpu_has_avx512() {
     return cpu_has_avx2() && has_bits(f.xcr0, 0xe6) &&  // xmm, ymm, opmask, zmm
            has_bits(f.leaf7_ebx, bit_AVX512F | bit_AVX512DQ | bit_AVX512BW | bit_AVX512VL) &&
            has_bits(f.leaf7_ecx, bit_AVX512VNNI);
+}
+
+#elif defined(__aarch64__)
+
+bool cpu_has_neon() {
+    constexpr unsigned long needed = HWCAP_ASIMD | HWCAP_ASIMDDP;
+    return (getauxval(AT_HWCAP) & needed) == needed;
 }
 
 #endif

@@ -36,7 +36,7 @@ struct row_kernels {
 constexpr size_t row_tail_bytes = 128;
 
 struct kernel_table {
-    const char * name;                     // "scalar", "avx2", "avx512"
+    const char * name;                     // "scalar", "avx2", "avx512", "neon"
     bool (*is_supported)();                // can this CPU (and operating system) run the set
     const row_kernels * rows;              // one entry per fast row type
     int n_rows;
@@ -73,6 +73,9 @@ extern const kernel_table kernels_avx2;
 extern const kernel_table kernels_avx512;
 bool cpu_has_avx2();
 bool cpu_has_avx512();
+#elif defined(__aarch64__)
+extern const kernel_table kernels_neon;
+bool cpu_has_neon();
 #endif
 
 }  // namespace powerinfer
