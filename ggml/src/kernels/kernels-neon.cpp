@@ -14,14 +14,22 @@ namespace {
 using vf = float32x4_t;
 constexpr int64_t vf_n = 4;
 constexpr int matmul_v = 8;    // 2 x 8 sums
-constexpr int matmul_n_x = 6;  // 6 x 4 sums, 4 rows of w and one of x: 29 of 32 registers
+constexpr int matmul_n_x = 5;  // 5 x 4 sums, 4 rows of w and 5 of x, which GCC loads at once: 29 of 32 registers
+
+// A vector at any address.
+template <class V>
+V load_as(const void * p) {
+    V v;
+    __builtin_memcpy(&v, p, sizeof(v));
+    return v;
+}
 
 vf vf_zero() { return vdupq_n_f32(0.0f); }
 vf vf_set(float value) { return vdupq_n_f32(value); }
-vf vf_load(const float * p) { return vreinterpretq_f32_u8(vld1q_u8(reinterpret_cast<const uint8_t *>(p))); }
-void vf_store(float * p, vf v) { vst1q_f32(p, v); }
+vf vf_load(const float * p) { return load_as<vf>(p); }
+void vf_store(float * p, vf v) { __builtin_memcpy(p, &v, sizeof(v)); }
 vf vf_add(vf a, vf b) { return vaddq_f32(a, b); }
-vf vf_fma(vf a, vf b, vf c) { return vfmaq_f32(c, a, b); }
+vf vf_fma(vf a, vf b, vf c) { return c + a * b; }  // the intrinsic is an opaque call to GCC 12, which then keeps sums in memory
 vf vf_div(vf a, vf b) { return vdivq_f32(a, b); }
 vf vf_max(vf a, vf b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }
 vf vf_min(vf a, vf b) { return vbslq_f32(vcltq_f32(a, b), a, b); }
@@ -73,11 +81,11 @@ void vf_sum4(vf a, vf b, vf c, vf d, float * total) {
 }
 
 vf vf_load_f16(const uint8_t * p) {
-    return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p)));
+    return vcvt_f32_f16(load_as<float16x4_t>(p));
 }
 
 vf vf_load_bf16(const uint8_t * p) {
-    return vreinterpretq_f32_u32(vshll_n_u16(vreinterpret_u16_u8(vld1_u8(p)), 16));
+    return vreinterpretq_f32_u32(vshll_n_u16(load_as<uint16x4_t>(p), 16));
 }
 
 // How a block of x is quantized: q = round(x * inverse), x ~ q * d. See kernels-scalar.cpp.
@@ -105,8 +113,7 @@ struct bytes_32 {
 };
 
 bytes_32 load_32(const void * p) {
-    const int8_t * q = static_cast<const int8_t *>(p);
-    return {vld1q_s8(q), vld1q_s8(q + 16)};
+    return {load_as<int8x16_t>(p), load_as<int8x16_t>(static_cast<const uint8_t *>(p) + 16)};
 }
 
 // 16 values of x as int8.
@@ -142,12 +149,12 @@ void convert_32(bytes_32 q, vf * out) {
 }
 
 float half_at(const uint8_t * p) {
-    return vgetq_lane_f32(vcvt_f32_f16(vreinterpret_f16_u16(vdup_n_u16(uint16_t(p[0] | p[1] << 8)))), 0);
+    return vgetq_lane_f32(vcvt_f32_f16(vreinterpret_f16_u16(vdup_n_u16(load_as<uint16_t>(p)))), 0);
 }
 
 // The codes of a 4-bit block in the order of its values.
 bytes_32 load_nibbles(const uint8_t * p) {
-    const uint8x16_t bytes = vld1q_u8(p);
+    const uint8x16_t bytes = load_as<uint8x16_t>(p);
     return {vreinterpretq_s8_u8(vandq_u8(bytes, vdupq_n_u8(15))), vreinterpretq_s8_u8(vshrq_n_u8(bytes, 4))};
 }
 
@@ -156,11 +163,9 @@ constexpr int group_size = 4;  // blocks per group of a type whose blocks hold 3
 // Half i_half of each block of a group at w. Past the end of a row they are whatever lies there.
 template <class Block, int i_half>
 vf load_scales(const uint8_t * w) {
-    uint16_t h[group_size];
-    for (int k = 0; k < group_size; ++k) {
-        __builtin_memcpy(&h[k], w + k * sizeof(Block) + 2 * i_half, sizeof(h[k]));
-    }
-    return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(h)));
+    const auto half = [&](int k) { return load_as<uint16_t>(w + k * sizeof(Block) + 2 * i_half); };
+    const uint16x4_t halves = {half(0), half(1), half(2), half(3)};
+    return vcvt_f32_f16(vreinterpret_f16_u16(halves));
 }
 
 // Half i_half of each block of a group, times the scale of its row, for R rows: out[4 * r + k].
@@ -178,7 +183,7 @@ void add_codes(const uint8_t * const * w, const float * c, vf * sum) {
         vf v[8];
         convert_32(Codes::load(w[r]), v);
         for (int j = 0; j < 8; ++j) {
-            sum[j] = vfmaq_n_f32(sum[j], v[j], c[4 * r]);
+            sum[j] = vf_fma(vf_set(c[4 * r]), v[j], sum[j]);
         }
     }
 }
@@ -234,15 +239,15 @@ struct blocks_of {
     template <bool part>
     static vf dot_codes(const uint8_t * w, const x_blocks & x, vf d, vf sum, int64_t n_left) {
         const auto dot = [&](int k) { return vcvtq_f32_s32(dot_bytes(Codes::load(w + k * sizeof(block)), load_32(x.q[k]))); };
-        sum = vfmaq_laneq_f32(sum, dot(0), d, 0);
+        sum = vf_fma(dot(0), vdupq_laneq_f32(d, 0), sum);
         if (!part || n_left > 1) {
-            sum = vfmaq_laneq_f32(sum, dot(1), d, 1);
+            sum = vf_fma(dot(1), vdupq_laneq_f32(d, 1), sum);
         }
         if (!part || n_left > 2) {
-            sum = vfmaq_laneq_f32(sum, dot(2), d, 2);
+            sum = vf_fma(dot(2), vdupq_laneq_f32(d, 2), sum);
         }
         if (!part) {
-            sum = vfmaq_laneq_f32(sum, dot(3), d, 3);
+            sum = vf_fma(dot(3), vdupq_laneq_f32(d, 3), sum);
         }
         return sum;
     }
@@ -348,7 +353,7 @@ struct blocks_shifted : blocks_of<Codes> {
             load_row_scales<block, 0, R>(w, scale, c.d);
             vf m = vf_zero();
             for (int r = 0; r < R; ++r) {
-                m = vfmaq_n_f32(m, load_scales<block, 1>(w[r]), scale[r]);
+                m = vf_fma(vf_set(scale[r]), load_scales<block, 1>(w[r]), m);
             }
             vf_store(c.m, m);
             return c;
@@ -373,7 +378,7 @@ struct blocks_shifted : blocks_of<Codes> {
         vf v[8];
         convert_32(Codes::load(w), v);
         for (int j = 0; j < 8; ++j) {
-            vf_store(out + 4 * j, vfmaq_n_f32(vf_set(half_at(w + 2)), v[j], half_at(w)));
+            vf_store(out + 4 * j, vf_fma(vf_set(half_at(w)), v[j], vf_set(half_at(w + 2))));
         }
     }
 };
