@@ -69,60 +69,180 @@ struct block_x {
     int8_t q[block_values];
 };
 
-struct blocks_q4_0 {
-    static constexpr int row_type = row_type_q4_0;
-    using block = block_q4_0;
-    static void unpack(const block & b, float scale, float * v) {
-        const float d = scale * float_from_f16(b.d);
-        for (int i = 0; i < 16; ++i) {
-            v[i] = d * float((b.q[i] & 15) - 8);
-            v[16 + i] = d * float((b.q[i] >> 4) - 8);
-        }
+// Blocks: value i = scale[i / part_values] * code[i], plus minimum[i / part_values] where the type has minima.
+template <int row_type_, class Block, int n_values_, int part_values_, bool has_minimum_>
+struct block_type {
+    static constexpr int row_type = row_type_;
+    using block = Block;
+    static constexpr int n_values = n_values_;
+    static constexpr int part_values = part_values_;
+    static constexpr bool has_minimum = has_minimum_;
+};
+
+// n bytes as 2 n codes: the low halves, then the high ones.
+void split_halves(int n, const uint8_t * q, int8_t * code) {
+    for (int i = 0; i < n; ++i) {
+        code[i] = int8_t(q[i] & 15);
+        code[n + i] = int8_t(q[i] >> 4);
     }
-    static float dot(const block & b, const block_x & x) {
-        int32_t sum = -8 * x.sum;
-        for (int i = 0; i < 16; ++i) {
-            sum += (b.q[i] & 15) * x.q[i] + (b.q[i] >> 4) * x.q[16 + i];
-        }
-        return float_from_f16(b.d) * (x.d * float(sum));
+}
+
+void add_to_codes(int n, int value, int8_t * code) {
+    for (int i = 0; i < n; ++i) {
+        code[i] = int8_t(code[i] + value);
+    }
+}
+
+// Bit 4 of 32 codes: bit i of h.
+void add_fifth_bits(const uint8_t * h, int8_t * code) {
+    for (int i = 0; i < 32; ++i) {
+        code[i] = int8_t(code[i] | (h[i / 8] >> i % 8 & 1) << 4);
+    }
+}
+
+// The 6-bit scales and minima of the 8 parts of a Q4_K or Q5_K block.
+template <class Block>
+void load_part_scales(const Block & b, float * scale, float * minimum) {
+    const float d = float_from_f16(b.d);
+    const float m = float_from_f16(b.m);
+    for (int p = 0; p < 4; ++p) {
+        const int s_lo = b.scales[p], b_lo = b.scales[4 + p], both = b.scales[8 + p];
+        scale[p] = d * float(s_lo & 63);
+        minimum[p] = -m * float(b_lo & 63);
+        scale[4 + p] = d * float((both & 15) | s_lo >> 6 << 4);
+        minimum[4 + p] = -m * float(both >> 4 | b_lo >> 6 << 4);
+    }
+}
+
+struct blocks_q4_0 : block_type<row_type_q4_0, block_q4_0, 32, 32, false> {
+    static void decode(const block & b, int8_t * code, float * scale, float *) {
+        split_halves(16, b.q, code);
+        add_to_codes(32, -8, code);
+        *scale = float_from_f16(b.d);
     }
 };
 
-struct blocks_q4_1 {
-    static constexpr int row_type = row_type_q4_1;
-    using block = block_q4_1;
-    static void unpack(const block & b, float scale, float * v) {
-        const float d = scale * float_from_f16(b.d);
-        const float m = scale * float_from_f16(b.m);
-        for (int i = 0; i < 16; ++i) {
-            v[i] = d * float(b.q[i] & 15) + m;
-            v[16 + i] = d * float(b.q[i] >> 4) + m;
-        }
-    }
-    static float dot(const block & b, const block_x & x) {
-        int32_t sum = 0;
-        for (int i = 0; i < 16; ++i) {
-            sum += (b.q[i] & 15) * x.q[i] + (b.q[i] >> 4) * x.q[16 + i];
-        }
-        return float_from_f16(b.d) * (x.d * float(sum)) + float_from_f16(b.m) * (x.d * float(x.sum));
+struct blocks_q4_1 : block_type<row_type_q4_1, block_q4_1, 32, 32, true> {
+    static void decode(const block & b, int8_t * code, float * scale, float * minimum) {
+        split_halves(16, b.q, code);
+        *scale = float_from_f16(b.d);
+        *minimum = float_from_f16(b.m);
     }
 };
 
-struct blocks_q8_0 {
-    static constexpr int row_type = row_type_q8_0;
-    using block = block_q8_0;
-    static void unpack(const block & b, float scale, float * v) {
-        const float d = scale * float_from_f16(b.d);
+struct blocks_q5_0 : block_type<row_type_q5_0, block_q5_0, 32, 32, false> {
+    static void decode(const block & b, int8_t * code, float * scale, float *) {
+        split_halves(16, b.q, code);
+        add_fifth_bits(b.h, code);
+        add_to_codes(32, -16, code);
+        *scale = float_from_f16(b.d);
+    }
+};
+
+struct blocks_q5_1 : block_type<row_type_q5_1, block_q5_1, 32, 32, true> {
+    static void decode(const block & b, int8_t * code, float * scale, float * minimum) {
+        split_halves(16, b.q, code);
+        add_fifth_bits(b.h, code);
+        *scale = float_from_f16(b.d);
+        *minimum = float_from_f16(b.m);
+    }
+};
+
+struct blocks_q8_0 : block_type<row_type_q8_0, block_q8_0, 32, 32, false> {
+    static void decode(const block & b, int8_t * code, float * scale, float *) {
+        __builtin_memcpy(code, b.q, 32);
+        *scale = float_from_f16(b.d);
+    }
+};
+
+struct blocks_iq4_nl : block_type<row_type_iq4_nl, block_iq4_nl, 32, 32, false> {
+    static void decode(const block & b, int8_t * code, float * scale, float *) {
+        split_halves(16, b.q, code);
         for (int i = 0; i < 32; ++i) {
-            v[i] = d * float(b.q[i]);
+            code[i] = iq4_nl_values[code[i]];
+        }
+        *scale = float_from_f16(b.d);
+    }
+};
+
+struct blocks_q4_k : block_type<row_type_q4_k, block_q4_k, 256, 32, true> {
+    static void decode(const block & b, int8_t * code, float * scale, float * minimum) {
+        for (int k = 0; k < 4; ++k) {
+            split_halves(32, b.q + 32 * k, code + 64 * k);
+        }
+        load_part_scales(b, scale, minimum);
+    }
+};
+
+struct blocks_q5_k : block_type<row_type_q5_k, block_q5_k, 256, 32, true> {
+    static void decode(const block & b, int8_t * code, float * scale, float * minimum) {
+        for (int k = 0; k < 4; ++k) {
+            split_halves(32, b.q + 32 * k, code + 64 * k);
+        }
+        for (int i = 0; i < 256; ++i) {
+            code[i] = int8_t(code[i] | (b.h[i % 32] >> i / 32 & 1) << 4);
+        }
+        load_part_scales(b, scale, minimum);
+    }
+};
+
+struct blocks_q6_k : block_type<row_type_q6_k, block_q6_k, 256, 16, false> {
+    static void decode(const block & b, int8_t * code, float * scale, float *) {
+        for (int k = 0; k < 2; ++k) {
+            split_halves(64, b.q + 64 * k, code + 128 * k);
+            for (int i = 0; i < 128; ++i) {
+                int8_t & c = code[128 * k + i];
+                c = int8_t(c | (b.h[32 * k + i % 32] >> i / 32 * 2 & 3) << 4);
+            }
+        }
+        add_to_codes(256, -32, code);
+        const float d = float_from_f16(b.d);
+        for (int p = 0; p < 16; ++p) {
+            scale[p] = d * float(b.scales[p]);
         }
     }
-    static float dot(const block & b, const block_x & x) {
-        int32_t sum = 0;
-        for (int i = 0; i < 32; ++i) {
-            sum += b.q[i] * x.q[i];
+};
+
+// A block of type T, decoded.
+template <class T>
+struct decoded {
+    int8_t code[T::n_values];
+    float scale[T::n_values / T::part_values];
+    float minimum[T::n_values / T::part_values];
+
+    explicit decoded(const typename T::block & b) { T::decode(b, code, scale, minimum); }
+
+    // values: (n_values) times factor.
+    void unpack(float factor, float * values) const {
+        for (int p = 0; p < T::n_values / T::part_values; ++p) {
+            const float d = factor * scale[p];
+            for (int i = p * T::part_values; i < (p + 1) * T::part_values; ++i) {
+                values[i] = d * float(code[i]);
+                if (T::has_minimum) {
+                    values[i] += factor * minimum[p];
+                }
+            }
         }
-        return float_from_f16(b.d) * (x.d * float(sum));
+    }
+
+    // x: (n_values / 32). The sum over each 32 values is complete before it joins `total`.
+    float dot(const block_x * x, float total) const {
+        constexpr int n_parts = block_values / T::part_values;  // per block of x
+        for (int p = 0; p < T::n_values / T::part_values; p += n_parts, ++x) {
+            float sum = 0.0f;
+            for (int k = 0; k < n_parts; ++k) {
+                int32_t part = 0;
+                for (int i = 0; i < T::part_values; ++i) {
+                    part += code[(p + k) * T::part_values + i] * x->q[k * T::part_values + i];
+                }
+                sum += scale[p + k] * (x->d * float(part));
+            }
+            if (T::has_minimum) {
+                sum += minimum[p] * (x->d * float(x->sum));
+            }
+            total += sum;
+        }
+        return total;
     }
 };
 
@@ -209,8 +329,8 @@ void dot_rows_blocks(int64_t n, const void * rows, size_t stride_bytes, const in
     for (int64_t i = 0; i < n_ids; ++i) {
         const auto * row = reinterpret_cast<const typename T::block *>(row_at(rows, stride_bytes, ids, i));
         float sum = 0.0f;
-        for (int64_t j = 0; j < n / block_values; ++j) {
-            sum += T::dot(row[j], x[j]);
+        for (int64_t j = 0; j < n / T::n_values; ++j) {
+            sum = decoded<T>(row[j]).dot(x + j * (T::n_values / block_values), sum);
         }
         out[i] = sum;
     }
@@ -221,11 +341,11 @@ void add_rows_blocks(int64_t n, const void * rows, size_t stride_bytes, const in
                      const float * scale, float * y) {
     for (int64_t i = 0; i < n_ids; ++i) {
         const auto * row = reinterpret_cast<const typename T::block *>(row_at(rows, stride_bytes, ids, i));
-        for (int64_t j = 0; j < n / block_values; ++j) {
-            float v[block_values];
-            T::unpack(row[j], scale[i], v);
-            for (int k = 0; k < block_values; ++k) {
-                y[j * block_values + k] += v[k];
+        for (int64_t j = 0; j < n / T::n_values; ++j) {
+            float v[T::n_values];
+            decoded<T>(row[j]).unpack(scale[i], v);
+            for (int k = 0; k < T::n_values; ++k) {
+                y[j * T::n_values + k] += v[k];
             }
         }
     }
@@ -233,8 +353,8 @@ void add_rows_blocks(int64_t n, const void * rows, size_t stride_bytes, const in
 
 template <class T>
 void unpack_row_blocks(int64_t n, const void * row, float * out) {
-    for (int64_t j = 0; j < n / block_values; ++j) {
-        T::unpack(static_cast<const typename T::block *>(row)[j], 1.0f, out + j * block_values);
+    for (int64_t j = 0; j < n / T::n_values; ++j) {
+        decoded<T>(static_cast<const typename T::block *>(row)[j]).unpack(1.0f, out + j * T::n_values);
     }
 }
 
@@ -292,8 +412,9 @@ constexpr row_kernels kernels_blocks = {T::row_type,        packed_x_bytes_block
                                         dot_rows_blocks<T>, add_rows_blocks<T>,    unpack_row_blocks<T>};
 
 constexpr row_kernels rows[] = {
-    kernels_values<values_f32>,  kernels_values<values_f16>,  kernels_values<values_bf16>,
-    kernels_blocks<blocks_q4_0>, kernels_blocks<blocks_q4_1>, kernels_blocks<blocks_q8_0>,
+    kernels_values<values_f32>,  kernels_values<values_f16>,  kernels_values<values_bf16>,   kernels_blocks<blocks_q4_0>,
+    kernels_blocks<blocks_q4_1>, kernels_blocks<blocks_q5_0>, kernels_blocks<blocks_q5_1>,   kernels_blocks<blocks_q8_0>,
+    kernels_blocks<blocks_q4_k>, kernels_blocks<blocks_q5_k>, kernels_blocks<blocks_q6_k>,   kernels_blocks<blocks_iq4_nl>,
 };
 
 }  // namespace
