@@ -148,250 +148,317 @@ void convert_32(bytes_32 q, vf * out) {
     }
 }
 
-float half_at(const uint8_t * p) {
-    return vgetq_lane_f32(vcvt_f32_f16(vreinterpret_f16_u16(vdup_n_u16(load_as<uint16_t>(p)))), 0);
+// Values 0 .. 3 and 4 .. 7 of 8 bytes.
+struct floats_8 {
+    vf lo;
+    vf hi;
+};
+
+floats_8 convert_8(uint8x8_t bytes) {
+    const uint16x8_t wide = vmovl_u8(bytes);
+    return {vcvtq_f32_u32(vmovl_u16(vget_low_u16(wide))), vcvtq_f32_u32(vmovl_high_u16(wide))};
 }
 
-// The codes of a 4-bit block in the order of its values.
+vf half_at(const uint8_t * p) {
+    return vcvt_f32_f16(vreinterpret_f16_u16(vdup_n_u16(load_as<uint16_t>(p))));
+}
+
+bytes_32 and_32(bytes_32 a, int bits) {
+    return {vandq_s8(a.lo, vdupq_n_s8(int8_t(bits))), vandq_s8(a.hi, vdupq_n_s8(int8_t(bits)))};
+}
+
+bytes_32 or_32(bytes_32 a, bytes_32 b) {
+    return {vorrq_s8(a.lo, b.lo), vorrq_s8(a.hi, b.hi)};
+}
+
+bytes_32 sub_32(bytes_32 a, int value) {
+    return {vsubq_s8(a.lo, vdupq_n_s8(int8_t(value))), vsubq_s8(a.hi, vdupq_n_s8(int8_t(value)))};
+}
+
+// Bytes shifted left by n bits, right by -n: zeros come in from both sides.
+int8x16_t shift_16(int8x16_t a, int n) {
+    return vreinterpretq_s8_u8(vshlq_u8(vreinterpretq_u8_s8(a), vdupq_n_s8(int8_t(n))));
+}
+
+bytes_32 shift_32(bytes_32 a, int n) {
+    return {shift_16(a.lo, n), shift_16(a.hi, n)};
+}
+
+// The low halves of 16 bytes, then the high ones.
 bytes_32 load_nibbles(const uint8_t * p) {
-    const uint8x16_t bytes = load_as<uint8x16_t>(p);
-    return {vreinterpretq_s8_u8(vandq_u8(bytes, vdupq_n_u8(15))), vreinterpretq_s8_u8(vshrq_n_u8(bytes, 4))};
+    const int8x16_t bytes = load_as<int8x16_t>(p);
+    return {vandq_s8(bytes, vdupq_n_s8(15)), shift_16(bytes, -4)};
 }
 
-constexpr int group_size = 4;  // blocks per group of a type whose blocks hold 32 values
-
-// Half i_half of each block of a group at w. Past the end of a row they are whatever lies there.
-template <class Block, int i_half>
-vf load_scales(const uint8_t * w) {
-    const auto half = [&](int k) { return load_as<uint16_t>(w + k * sizeof(Block) + 2 * i_half); };
-    const uint16x4_t halves = {half(0), half(1), half(2), half(3)};
-    return vcvt_f32_f16(vreinterpret_f16_u16(halves));
+// 16 in byte i where bit i of two bytes is set, else 0.
+int8x16_t fifth_bits_16(const uint8_t * h) {
+    const uint8x16_t bit = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
+    const uint8x16_t set = vtstq_u8(vcombine_u8(vdup_n_u8(h[0]), vdup_n_u8(h[1])), bit);
+    return vreinterpretq_s8_u8(vandq_u8(set, vdupq_n_u8(16)));
 }
 
-// Half i_half of each block of a group, times the scale of its row, for R rows: out[4 * r + k].
-template <class Block, int i_half, int R>
-void load_row_scales(const uint8_t * const * w, const float * scale, float * out) {
-    for (int r = 0; r < R; ++r) {
-        vf_store(out + 4 * r, vmulq_n_f32(load_scales<Block, i_half>(w[r]), scale[r]));
+bytes_32 load_nibbles_and_fifth_bits(const uint8_t * q, const uint8_t * h) {
+    return or_32(load_nibbles(q), {fifth_bits_16(h), fifth_bits_16(h + 2)});
+}
+
+// Decoders. A group is 128 or 256 values of a row, from w on. codes(w, k): its values 32 k .. 32 k + 31 as int8; coefs(w, d, m):
+// value = d * code + m, one m and n_parts d for each 32 values. Past the end of a row d and m are whatever lies there.
+
+template <int row_type_, class Block, bool has_minimum_>
+struct groups_of_4 {
+    static constexpr int row_type = row_type_;
+    using block = Block;
+    static constexpr int64_t block_n = block_values;
+    static constexpr int group_blocks = 4;
+    static constexpr size_t group_bytes = 4 * sizeof(Block);
+    static constexpr int n_parts = 1;
+    static constexpr bool has_minimum = has_minimum_;
+
+    static const uint8_t * block_at(const uint8_t * w, int k) { return w + k * sizeof(Block); }
+
+    static vf halves_at(const uint8_t * w, size_t offset) {
+        const auto half = [&](int k) { return load_as<uint16_t>(block_at(w, k) + offset); };
+        const uint16x4_t halves = {half(0), half(1), half(2), half(3)};
+        return vcvt_f32_f16(vreinterpret_f16_u16(halves));
     }
-}
+    static void coefs(const uint8_t * w, vf * d, vf * m) {
+        d[0] = halves_at(w, 0);
+        m[0] = has_minimum ? halves_at(w, 2) : vf_zero();
+    }
+};
 
-// y (32) += the rows' codes, each times its c[4 * r].
-template <class Codes, int R>
-void add_codes(const uint8_t * const * w, const float * c, vf * sum) {
-    for (int r = 0; r < R; ++r) {
-        vf v[8];
-        convert_32(Codes::load(w[r]), v);
-        for (int j = 0; j < 8; ++j) {
-            sum[j] = vf_fma(vf_set(c[4 * r]), v[j], sum[j]);
+struct codes_q4_0 : groups_of_4<row_type_q4_0, block_q4_0, false> {
+    static bytes_32 codes(const uint8_t * w, int k) { return sub_32(load_nibbles(block_at(w, k) + 2), 8); }
+};
+
+struct codes_q4_1 : groups_of_4<row_type_q4_1, block_q4_1, true> {
+    static bytes_32 codes(const uint8_t * w, int k) { return load_nibbles(block_at(w, k) + 4); }
+};
+
+struct codes_q5_0 : groups_of_4<row_type_q5_0, block_q5_0, false> {
+    static bytes_32 codes(const uint8_t * w, int k) {
+        const uint8_t * b = block_at(w, k);
+        return sub_32(load_nibbles_and_fifth_bits(b + 6, b + 2), 16);
+    }
+};
+
+struct codes_q5_1 : groups_of_4<row_type_q5_1, block_q5_1, true> {
+    static bytes_32 codes(const uint8_t * w, int k) {
+        const uint8_t * b = block_at(w, k);
+        return load_nibbles_and_fifth_bits(b + 8, b + 4);
+    }
+};
+
+struct codes_q8_0 : groups_of_4<row_type_q8_0, block_q8_0, false> {
+    static bytes_32 codes(const uint8_t * w, int k) { return load_32(block_at(w, k) + 2); }
+};
+
+struct codes_iq4_nl : groups_of_4<row_type_iq4_nl, block_iq4_nl, false> {
+    static bytes_32 codes(const uint8_t * w, int k) {
+        const bytes_32 q = load_nibbles(block_at(w, k) + 2);
+        const int8x16_t values = load_as<int8x16_t>(iq4_nl_values);
+        return {vqtbl1q_s8(values, vreinterpretq_u8_s8(q.lo)), vqtbl1q_s8(values, vreinterpretq_u8_s8(q.hi))};
+    }
+};
+
+template <int row_type_, class Block, int n_parts_, bool has_minimum_>
+struct group_of_256 {
+    static constexpr int row_type = row_type_;
+    using block = Block;
+    static constexpr int64_t block_n = super_values;
+    static constexpr int group_blocks = 8;
+    static constexpr size_t group_bytes = sizeof(Block);
+    static constexpr int n_parts = n_parts_;
+    static constexpr bool has_minimum = has_minimum_;
+};
+
+// Q4_K and Q5_K.
+template <int row_type_, class Block>
+struct group_with_6_bit_scales : group_of_256<row_type_, Block, 1, true> {
+    static void coefs(const uint8_t * w, vf * d, vf * m) {
+        const uint32_t a = load_as<uint32_t>(w + 4), b = load_as<uint32_t>(w + 8), c = load_as<uint32_t>(w + 12);
+        const auto six = [](uint32_t low, uint32_t high) {
+            return convert_8(vcreate_u8((low & 0x3f3f3f3f) | uint64_t((high & 0x0f0f0f0f) | (low >> 2 & 0x30303030)) << 32));
+        };
+        const floats_8 scale = six(a, c), minimum = six(b, c >> 4);
+        const vf all_d = half_at(w), all_m = vnegq_f32(half_at(w + 2));
+        d[0] = vmulq_f32(all_d, scale.lo);
+        d[1] = vmulq_f32(all_d, scale.hi);
+        m[0] = vmulq_f32(all_m, minimum.lo);
+        m[1] = vmulq_f32(all_m, minimum.hi);
+    }
+    static bytes_32 nibbles(const uint8_t * q, int k) {
+        return and_32(shift_32(load_32(q + 32 * (k / 2)), k % 2 * -4), 15);
+    }
+};
+
+struct codes_q4_k : group_with_6_bit_scales<row_type_q4_k, block_q4_k> {
+    static bytes_32 codes(const uint8_t * w, int k) { return nibbles(w + 16, k); }
+};
+
+struct codes_q5_k : group_with_6_bit_scales<row_type_q5_k, block_q5_k> {
+    static bytes_32 codes(const uint8_t * w, int k) {
+        return or_32(nibbles(w + 48, k), and_32(shift_32(load_32(w + 16), 4 - k), 16));
+    }
+};
+
+struct codes_q6_k : group_of_256<row_type_q6_k, block_q6_k, 2, false> {
+    static bytes_32 codes(const uint8_t * w, int k) {
+        const int quarter = k % 4;
+        const bytes_32 low = shift_32(load_32(w + 64 * (k / 4) + 32 * (quarter % 2)), quarter / 2 * -4);
+        const bytes_32 high = shift_32(load_32(w + 128 + 32 * (k / 4)), 4 - 2 * quarter);
+        return sub_32(or_32(and_32(low, 15), and_32(high, 48)), 32);
+    }
+    static void coefs(const uint8_t * w, vf * d, vf *) {
+        const vf all = half_at(w + 208);
+        const int8x16_t scales = load_as<int8x16_t>(w + 192);
+        const int16x8_t wide[2] = {vmovl_s8(vget_low_s8(scales)), vmovl_high_s8(scales)};
+        for (int i = 0; i < 2; ++i) {
+            d[2 * i] = vmulq_f32(all, vcvtq_f32_s32(vmovl_s16(vget_low_s16(wide[i]))));
+            d[2 * i + 1] = vmulq_f32(all, vcvtq_f32_s32(vmovl_high_s16(wide[i])));
         }
     }
-}
-
-// Codes: a block of 32 values as int8, whose halves are d or d and m.
-
-struct codes_q4_0 {
-    static constexpr int row_type = row_type_q4_0;
-    using block = block_q4_0;
-    static bytes_32 load(const uint8_t * w) {
-        const bytes_32 q = load_nibbles(w + 2);
-        return {vsubq_s8(q.lo, vdupq_n_s8(8)), vsubq_s8(q.hi, vdupq_n_s8(8))};
-    }
 };
 
-struct codes_q4_1 {
-    static constexpr int row_type = row_type_q4_1;
-    using block = block_q4_1;
-    static bytes_32 load(const uint8_t * w) { return load_nibbles(w + 4); }
-};
-
-struct codes_q8_0 {
-    static constexpr int row_type = row_type_q8_0;
-    using block = block_q8_0;
-    static bytes_32 load(const uint8_t * w) { return load_32(w + 2); }
-};
-
-struct x_blocks {
-    int8_t q[group_size][32];
-    float d[group_size];
-};
-
-// What all types of 32-value blocks share.
-template <class Codes>
+// Rows of blocks by their decoder D: the form that kernel-body.inl asks for.
+template <class D>
 struct blocks_of {
-    static constexpr int row_type = Codes::row_type;
-    using block = typename Codes::block;
-    static constexpr int group_blocks = group_size;
-    static constexpr size_t group_bytes = group_size * sizeof(block);
+    static constexpr int row_type = D::row_type;
+    using block = typename D::block;
+    static constexpr int64_t block_n = D::block_n;
+    static constexpr int group_blocks = D::group_blocks;
+    static constexpr size_t group_bytes = D::group_bytes;
+    static constexpr int n_d = group_blocks * D::n_parts;
 
-    static void pack_block(x_blocks & g, int k, const float * x, block_scale s) {
+    struct x_group {
+        int8_t q[group_blocks][32];
+        float d[group_blocks];
+        float sum[group_blocks];  // d * sum of q
+    };
+
+    static void pack_block(x_group & g, int k, const float * x, block_scale s) {
         const bytes_32 q = quantize_32(x, s.inverse);
+        const int8x16_t one = vdupq_n_s8(1);
         vst1q_s8(g.q[k], q.lo);
         vst1q_s8(g.q[k] + 16, q.hi);
         g.d[k] = s.d;
+        g.sum[k] = s.d * float(vaddvq_s32(dot_bytes(q, {one, one})));
     }
-    static void pack_zero(x_blocks & g, int k) {
+    static void pack_zero(x_group & g, int k) {
         __builtin_memset(g.q[k], 0, sizeof(g.q[k]));
-        g.d[k] = 0.0f;
+        g.d[k] = g.sum[k] = 0.0f;
     }
-
-    // sum + the blocks' dot products, each times its lane of d.
-    template <bool part>
-    static vf dot_codes(const uint8_t * w, const x_blocks & x, vf d, vf sum, int64_t n_left) {
-        const auto dot = [&](int k) { return vcvtq_f32_s32(dot_bytes(Codes::load(w + k * sizeof(block)), load_32(x.q[k]))); };
-        sum = vf_fma(dot(0), vdupq_laneq_f32(d, 0), sum);
-        if (!part || n_left > 1) {
-            sum = vf_fma(dot(1), vdupq_laneq_f32(d, 1), sum);
-        }
-        if (!part || n_left > 2) {
-            sum = vf_fma(dot(2), vdupq_laneq_f32(d, 2), sum);
-        }
-        if (!part) {
-            sum = vf_fma(dot(3), vdupq_laneq_f32(d, 3), sum);
-        }
-        return sum;
-    }
-
-    // The blocks k of R rows.
-    template <int R>
-    static void block_rows(const uint8_t * const * w, int k, const uint8_t ** out) {
-        for (int r = 0; r < R; ++r) {
-            out[r] = w[r] + k * sizeof(block);
-        }
-    }
-};
-
-// value = d * code
-template <class Codes>
-struct blocks_scaled : blocks_of<Codes> {
-    using typename blocks_of<Codes>::block;
-    using x_group = x_blocks;
-
     static void pack_sums(x_group &) {}
 
     template <bool part>
     static vf dot(const uint8_t * w, const x_group & x, vf sum, int64_t n_left) {
-        const vf d = vmulq_f32(load_scales<block, 0>(w), vf_load(x.d));
-        return blocks_of<Codes>::template dot_codes<part>(w, x, d, sum, n_left);
-    }
-
-    template <int R>
-    struct scales {
-        float d[4 * R];  // [4 * r + k]
-    };
-
-    template <int R>
-    struct row_scales {
-        const float * scale;
-        explicit row_scales(const float * s) : scale(s) {}
-        scales<R> of_group(const uint8_t * const * w) const {
-            scales<R> c;
-            load_row_scales<block, 0, R>(w, scale, c.d);
-            return c;
+        vf d[n_d / 4], m[group_blocks / 4];
+        D::coefs(w, d, m);
+        for (int i = 0; D::has_minimum && i < group_blocks / 4; ++i) {
+            sum = vf_fma(part ? vf_first(m[i], n_left - 4 * i) : m[i], vf_load(x.sum + 4 * i), sum);
         }
-    };
-
-    template <int R>
-    static void add(const uint8_t * const * w, int k, const scales<R> & c, float * y) {
-        const uint8_t * at[R];
-        blocks_of<Codes>::template block_rows<R>(w, k, at);
-        vf sum[8];
-        for (int j = 0; j < 8; ++j) {
-            sum[j] = vf_load(y + 4 * j);
-        }
-        add_codes<Codes, R>(at, c.d + k, sum);
-        for (int j = 0; j < 8; ++j) {
-            vf_store(y + 4 * j, sum[j]);
-        }
-    }
-
-    static void unpack(const uint8_t * w, float * out) {
-        vf v[8];
-        convert_32(Codes::load(w), v);
-        for (int j = 0; j < 8; ++j) {
-            vf_store(out + 4 * j, vmulq_n_f32(v[j], half_at(w)));
-        }
-    }
-};
-
-// value = d * code + m
-template <class Codes>
-struct blocks_shifted : blocks_of<Codes> {
-    using typename blocks_of<Codes>::block;
-
-    struct x_group : x_blocks {
-        float sum[group_size];  // d * sum of q
-    };
-
-    static void pack_sums(x_group & g) {
-        const int8x16_t one = vdupq_n_s8(1);
-        for (int k = 0; k < group_size; ++k) {
-            g.sum[k] = g.d[k] * float(vaddvq_s32(dot_bytes(load_32(g.q[k]), {one, one})));
-        }
-    }
-
-    template <bool part>
-    static vf dot(const uint8_t * w, const x_group & x, vf sum, int64_t n_left) {
-        const vf d = vmulq_f32(load_scales<block, 0>(w), vf_load(x.d));
-        const vf m = load_scales<block, 1>(w);
-        sum = vf_fma(part ? vf_first(m, n_left) : m, vf_load(x.sum), sum);
-        return blocks_of<Codes>::template dot_codes<part>(w, x, d, sum, n_left);
-    }
-
-    template <int R>
-    struct scales_and_minima {
-        float d[4 * R];     // [4 * r + k]
-        float m[group_size];  // per block, summed over the rows
-    };
-
-    template <int R>
-    struct row_scales {
-        const float * scale;
-        explicit row_scales(const float * s) : scale(s) {}
-        scales_and_minima<R> of_group(const uint8_t * const * w) const {
-            scales_and_minima<R> c;
-            load_row_scales<block, 0, R>(w, scale, c.d);
-            vf m = vf_zero();
-            for (int r = 0; r < R; ++r) {
-                m = vf_fma(vf_set(scale[r]), load_scales<block, 1>(w[r]), m);
+        for (int i = 0; i < group_blocks / 4; ++i) {
+            const vf x_d = vf_load(x.d + 4 * i);
+            if constexpr (D::n_parts == 1) {
+                d[i] = vmulq_f32(d[i], x_d);
+            } else {
+                d[2 * i] = vmulq_f32(d[2 * i], vzip1q_f32(x_d, x_d));
+                d[2 * i + 1] = vmulq_f32(d[2 * i + 1], vzip2q_f32(x_d, x_d));
             }
-            vf_store(c.m, m);
+        }
+        for (int k = 0; k < (part ? int(n_left) : group_blocks); ++k) {
+            const bytes_32 q = D::codes(w, k), x_q = load_32(x.q[k]);
+            if constexpr (D::n_parts == 1) {
+                sum = vf_fma(vf_set(d[k / 4][k % 4]), vcvtq_f32_s32(dot_bytes(q, x_q)), sum);
+            } else {
+                const int32x4_t zero = vdupq_n_s32(0);
+                sum = vf_fma(vf_set(d[k / 2][k % 2 * 2]), vcvtq_f32_s32(vdotq_s32(zero, q.lo, x_q.lo)), sum);
+                sum = vf_fma(vf_set(d[k / 2][k % 2 * 2 + 1]), vcvtq_f32_s32(vdotq_s32(zero, q.hi, x_q.hi)), sum);
+            }
+        }
+        return sum;
+    }
+
+    // Coefficients of a group of R rows, times the scale of the row; minima summed over the rows.
+    template <int R>
+    struct row_coefs {
+        float d[R][n_d];
+        float m[group_blocks];
+    };
+
+    template <int R>
+    struct row_scales {
+        const float * scale;
+        explicit row_scales(const float * s) : scale(s) {}
+        row_coefs<R> of_group(const uint8_t * const * w) const {
+            row_coefs<R> c;
+            vf all_m[group_blocks / 4];
+            for (int r = 0; r < R; ++r) {
+                const vf s = vf_set(scale[r]);
+                vf d[n_d / 4], m[group_blocks / 4];
+                D::coefs(w[r], d, m);
+                for (int i = 0; i < n_d / 4; ++i) {
+                    vf_store(c.d[r] + 4 * i, vmulq_f32(s, d[i]));
+                }
+                for (int i = 0; D::has_minimum && i < group_blocks / 4; ++i) {
+                    all_m[i] = r == 0 ? vmulq_f32(s, m[i]) : vf_fma(s, m[i], all_m[i]);
+                }
+            }
+            for (int i = 0; D::has_minimum && i < group_blocks / 4; ++i) {
+                vf_store(c.m + 4 * i, all_m[i]);
+            }
             return c;
         }
     };
 
     template <int R>
-    static void add(const uint8_t * const * w, int k, const scales_and_minima<R> & c, float * y) {
-        const uint8_t * at[R];
-        blocks_of<Codes>::template block_rows<R>(w, k, at);
+    static void add(const uint8_t * const * w, int k, const row_coefs<R> & c, float * y) {
         vf sum[8];
         for (int j = 0; j < 8; ++j) {
-            sum[j] = vf_add(vf_load(y + 4 * j), vf_set(c.m[k]));
+            sum[j] = D::has_minimum ? vf_add(vf_load(y + 4 * j), vf_set(c.m[k])) : vf_load(y + 4 * j);
         }
-        add_codes<Codes, R>(at, c.d + k, sum);
+        for (int r = 0; r < R; ++r) {
+            vf v[8];
+            convert_32(D::codes(w[r], k), v);
+            for (int j = 0; j < 8; ++j) {
+                sum[j] = vf_fma(vf_set(c.d[r][k * D::n_parts + j * D::n_parts / 8]), v[j], sum[j]);
+            }
+        }
         for (int j = 0; j < 8; ++j) {
             vf_store(y + 4 * j, sum[j]);
-        }
-    }
-
-    static void unpack(const uint8_t * w, float * out) {
-        vf v[8];
-        convert_32(Codes::load(w), v);
-        for (int j = 0; j < 8; ++j) {
-            vf_store(out + 4 * j, vf_fma(vf_set(half_at(w)), v[j], vf_set(half_at(w + 2))));
         }
     }
 };
 
 #include "kernel-body.inl"
 
+// A row added to -0: the one number that leaves even the sign of a zero alone.
+template <class B>
+void unpack_row_codes(int64_t n, const void * row, float * out) {
+    for (int64_t j = 0; j < n; j += vf_n) {
+        vf_store(out + j, vf_set(-0.0f));
+    }
+    const float one = 1.0f;
+    add_rows_blocks<B>(n, row, 0, nullptr, 1, &one, out);
+}
+
+template <class B>
+constexpr row_kernels kernels_codes = {B::row_type,        packed_x_bytes_blocks<B>, pack_x_blocks<B>,
+                                       dot_rows_blocks<B>, add_rows_blocks<B>,       unpack_row_codes<B>};
+
 constexpr row_kernels rows[] = {
     kernels_values<values_f32>,
     kernels_values<values_f16>,
     kernels_values<values_bf16>,
-    kernels_blocks<blocks_scaled<codes_q4_0>>,
-    kernels_blocks<blocks_shifted<codes_q4_1>>,
-    kernels_blocks<blocks_scaled<codes_q8_0>>,
+    kernels_codes<blocks_of<codes_q4_0>>,
+    kernels_codes<blocks_of<codes_q4_1>>,
+    kernels_codes<blocks_of<codes_q5_0>>,
+    kernels_codes<blocks_of<codes_q5_1>>,
+    kernels_codes<blocks_of<codes_q8_0>>,
+    kernels_codes<blocks_of<codes_q4_k>>,
+    kernels_codes<blocks_of<codes_q5_k>>,
+    kernels_codes<blocks_of<codes_q6_k>>,
+    kernels_codes<blocks_of<codes_iq4_nl>>,
 };
 
 }  // namespace
