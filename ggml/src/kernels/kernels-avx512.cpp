@@ -33,6 +33,7 @@ void vf_store(float * p, vf v) { _mm512_storeu_ps(p, v); }
 void vf_store_part(float * p, vf v, int64_t count) { _mm512_mask_storeu_ps(p, first_lanes(count), v); }
 vf vf_first(vf v, int64_t count) { return _mm512_maskz_mov_ps(first_lanes(count), v); }
 vf vf_add(vf a, vf b) { return _mm512_add_ps(a, b); }
+vf vf_mul(vf a, vf b) { return _mm512_mul_ps(a, b); }
 vf vf_fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
 vf vf_div(vf a, vf b) { return _mm512_div_ps(a, b); }
 vf vf_max(vf a, vf b) { return _mm512_max_ps(a, b); }
@@ -56,6 +57,32 @@ vf vf_load_f16(const uint8_t * p) {
 vf vf_load_bf16(const uint8_t * p) {
     const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p)));
     return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+}
+
+vf vf_set2(float even, float odd) {
+    return _mm512_mask_mov_ps(vf_set(even), 0xaaaa, vf_set(odd));
+}
+
+vf vf_permute(vf v, const int32_t * index) {
+    return _mm512_permutexvar_ps(_mm512_load_si512(index), v);
+}
+
+vf vf_add_odd(vf sum, vf v) {
+    return _mm512_mask_add_ps(sum, 0xaaaa, sum, v);
+}
+
+using vi = __m512i;
+constexpr int vi_bytes = 64;
+
+vi vi_zero() { return _mm512_setzero_si512(); }
+vi vi_load(const void * p) { return _mm512_loadu_si512(p); }
+void vi_store(void * p, vi v) { _mm512_storeu_si512(p, v); }
+vi vi_negative(vi v) { return _mm512_sub_epi32(vi_zero(), v); }
+vi vi_set_bytes(int value) { return _mm512_set1_epi8(char(value)); }
+vf vf_of_ints(vi v) { return _mm512_cvtepi32_ps(v); }
+
+vf vf_of_bytes(const int8_t * p) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p))));
 }
 
 // total: (4) the sums of a, b, c and d.
@@ -94,6 +121,11 @@ __m128i quantize_16(const float * x, float inverse) {
     return _mm512_cvtepi32_epi8(_mm512_maskz_mov_epi32(inverse != 0.0f ? 0xffff : 0, q));
 }
 
+void store_quantized(const float * x, float inverse, int8_t * q0, int8_t * q1) {
+    _mm_storeu_si128(reinterpret_cast<__m128i *>(q0), quantize_16(x, inverse));
+    _mm_storeu_si128(reinterpret_cast<__m128i *>(q1), quantize_16(x + 16, inverse));
+}
+
 // Sums of 4 neighbouring int8.
 __m512i sum_bytes(const int8_t * q) {
     return _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8(1), _mm512_loadu_si512(q));
@@ -106,6 +138,8 @@ void store_16(void * p, __m128i v) {
 __m128i load_16(const uint8_t * p) {
     return _mm_loadu_si128(reinterpret_cast<const __m128i *>(p));
 }
+
+#include "kernel-body.inl"
 
 // The nibble bytes of 4 blocks, whose first 16 lie at p.
 template <class Block>
@@ -178,6 +212,7 @@ vf code_values(float first) {
 struct blocks_q4_0 {
     static constexpr int row_type = row_type_q4_0;
     using block = block_q4_0;
+    static constexpr int64_t block_n = block_values;
     static constexpr int group_blocks = 4;
     static constexpr size_t group_bytes = group_blocks * sizeof(block);
 
@@ -224,11 +259,12 @@ struct blocks_q4_0 {
         }
     };
 
-    template <int R>
-    static void add(const uint8_t * const * w, int k, const group_scales & c, float * y) {
+    template <int R, bool fresh>
+    static void add(const uint8_t * const * w, int k, const group_scales & c, float * y_group) {
         const vf values = code_values(-8.0f);
-        vf y0 = vf_load(y);
-        vf y1 = vf_load(y + 16);
+        float * y = y_group + k * block_values;
+        vf y0 = load_y<fresh>(y);
+        vf y1 = load_y<fresh>(y + 16);
         for (int r = 0; r < R; ++r) {
             const __m512i q = _mm512_cvtepu8_epi32(load_16(w[r] + k * sizeof(block) + 2));
             const vf cr = vf_set(c.c[4 * r + k]);
@@ -238,19 +274,12 @@ struct blocks_q4_0 {
         vf_store(y, y0);
         vf_store(y + 16, y1);
     }
-
-    static void unpack(const uint8_t * w, float * out) {
-        const vf d = vf_set(_cvtsh_ss(reinterpret_cast<const block *>(w)->d));
-        const __m512i q = _mm512_cvtepu8_epi32(load_16(w + 2));
-        const vf values = code_values(-8.0f);
-        vf_store(out, _mm512_mul_ps(d, _mm512_permutexvar_ps(q, values)));
-        vf_store(out + 16, _mm512_mul_ps(d, _mm512_permutexvar_ps(_mm512_srli_epi32(q, 4), values)));
-    }
 };
 
 struct blocks_q4_1 {
     static constexpr int row_type = row_type_q4_1;
     using block = block_q4_1;
+    static constexpr int64_t block_n = block_values;
     static constexpr int group_blocks = 4;
     static constexpr size_t group_bytes = group_blocks * sizeof(block);
 
@@ -312,11 +341,12 @@ struct blocks_q4_1 {
         }
     };
 
-    template <int R>
-    static void add(const uint8_t * const * w, int k, const scales_and_minima & c, float * y) {
+    template <int R, bool fresh>
+    static void add(const uint8_t * const * w, int k, const scales_and_minima & c, float * y_group) {
         const vf values = code_values(0.0f);
-        vf y0 = vf_add(vf_load(y), vf_set(c.m[k]));
-        vf y1 = vf_add(vf_load(y + 16), vf_set(c.m[k]));
+        float * y = y_group + k * block_values;
+        vf y0 = vf_add(load_y<fresh>(y), vf_set(c.m[k]));
+        vf y1 = vf_add(load_y<fresh>(y + 16), vf_set(c.m[k]));
         for (int r = 0; r < R; ++r) {
             const __m512i q = _mm512_cvtepu8_epi32(load_16(w[r] + k * sizeof(block) + 4));
             const vf d = vf_set(c.d.c[4 * r + k]);
@@ -326,20 +356,12 @@ struct blocks_q4_1 {
         vf_store(y, y0);
         vf_store(y + 16, y1);
     }
-
-    static void unpack(const uint8_t * w, float * out) {
-        const vf d = vf_set(_cvtsh_ss(reinterpret_cast<const block *>(w)->d));
-        const vf m = vf_set(_cvtsh_ss(reinterpret_cast<const block *>(w)->m));
-        const __m512i q = _mm512_cvtepu8_epi32(load_16(w + 4));
-        const vf values = code_values(0.0f);
-        vf_store(out, vf_fma(d, _mm512_permutexvar_ps(q, values), m));
-        vf_store(out + 16, vf_fma(d, _mm512_permutexvar_ps(_mm512_srli_epi32(q, 4), values), m));
-    }
 };
 
 struct blocks_q8_0 {
     static constexpr int row_type = row_type_q8_0;
     using block = block_q8_0;
+    static constexpr int64_t block_n = block_values;
     static constexpr int group_blocks = 2;
     static constexpr size_t group_bytes = group_blocks * sizeof(block);
 
@@ -385,10 +407,11 @@ struct blocks_q8_0 {
         }
     };
 
-    template <int R>
-    static void add(const uint8_t * const * w, int k, const group_scales & c, float * y) {
-        vf y0 = vf_load(y);
-        vf y1 = vf_load(y + 16);
+    template <int R, bool fresh>
+    static void add(const uint8_t * const * w, int k, const group_scales & c, float * y_group) {
+        float * y = y_group + k * block_values;
+        vf y0 = load_y<fresh>(y);
+        vf y1 = load_y<fresh>(y + 16);
         for (int r = 0; r < R; ++r) {
             const uint8_t * q = w[r] + k * sizeof(block) + 2;
             const vf cr = vf_set(c.c[4 * r + k]);
@@ -398,19 +421,299 @@ struct blocks_q8_0 {
         vf_store(y, y0);
         vf_store(y + 16, y1);
     }
+};
 
-    static void unpack(const uint8_t * w, float * out) {
-        const vf d = vf_set(_cvtsh_ss(reinterpret_cast<const block *>(w)->d));
-        vf_store(out, _mm512_mul_ps(d, _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load_16(w + 2)))));
-        vf_store(out + 16, _mm512_mul_ps(d, _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load_16(w + 18)))));
+// Decoders for code_blocks: see kernel-body.inl.
+
+uint16_t load_u16(const uint8_t * p) {
+    uint16_t value;
+    __builtin_memcpy(&value, p, sizeof(value));
+    return value;
+}
+
+uint32_t load_u32(const uint8_t * p) {
+    uint32_t value;
+    __builtin_memcpy(&value, p, sizeof(value));
+    return value;
+}
+
+struct codes_base {
+    static vi dot(vi sum, vi codes, const int8_t * x) { return _mm512_dpbusd_epi32(sum, codes, vi_load(x)); }
+};
+
+// 4 blocks of 32 values: values 0 .. 15 of each, then values 16 .. 31.
+template <class Block>
+struct codes_of_4 : codes_base {
+    using block = Block;
+    static constexpr int64_t block_n = block_values;
+    static constexpr int group_blocks = 4;
+    static constexpr size_t group_bytes = 4 * sizeof(Block);
+    static constexpr int part_chunks = 2;
+    static constexpr int panel_vectors = 2;
+    static constexpr int chunk(int i) { return i % 4 * 2 + i / 4; }
+
+    static void load_nibbles(const uint8_t * q, vi * out) {
+        const vi low = _mm512_set1_epi8(15);
+        const vi bytes = load_4x16<Block>(q);
+        out[0] = _mm512_and_si512(bytes, low);
+        out[1] = _mm512_and_si512(_mm512_srli_epi16(bytes, 4), low);
     }
 };
 
-#include "kernel-body.inl"
+// The same, in the order of the values: the fifth bits of two blocks are then one mask.
+template <class Block>
+struct codes_of_4_in_order : codes_of_4<Block> {
+    static constexpr int panel_vectors = 1;
+    static constexpr int chunk(int i) { return i; }
+
+    // Codes from the nibbles at w + q_at and the fifth bits at w + h_at; minus 16 where is_signed.
+    template <int h_at, int q_at, bool is_signed>
+    static void load_codes(const uint8_t * w, vi * q) {
+        const vi low = _mm512_set1_epi8(15);
+        const vi bit = _mm512_set1_epi8(16);
+        const vi right = _mm512_set_epi64(4, 4, 0, 0, 4, 4, 0, 0);
+        for (int v = 0; v < 2; ++v, w += 2 * sizeof(Block)) {
+            const vi first = _mm512_broadcast_i32x4(load_16(w + q_at));
+            const vi bytes = _mm512_mask_broadcast_i32x4(first, 0xff00, load_16(w + sizeof(Block) + q_at));
+            const uint64_t bits = load_u32(w + h_at) | uint64_t(load_u32(w + sizeof(Block) + h_at)) << 32;
+            q[v] = _mm512_and_si512(_mm512_srlv_epi64(bytes, right), low);
+            q[v] = is_signed ? _mm512_mask_sub_epi8(q[v], ~bits, q[v], bit) : _mm512_mask_add_epi8(q[v], bits, q[v], bit);
+        }
+    }
+};
+
+struct codes_q5_0 : codes_of_4_in_order<block_q5_0> {
+    static constexpr int row_type = row_type_q5_0;
+    static constexpr int offset = 16;
+    static constexpr bool has_minimum = false;
+    static constexpr int part_coefs = 1;
+    static constexpr int minimum_sign = 1;
+    template <bool is_signed>
+    static void codes(const uint8_t * w, vi * q) {
+        load_codes<2, 6, is_signed>(w, q);
+    }
+    static coef_lanes coefs(const uint8_t * w) {
+        uint64_t halves = 0;
+        for (int k = 0; k < 4; ++k) {
+            halves |= uint64_t(load_u16(w + k * sizeof(block))) << 16 * k;
+        }
+        return {{_mm512_zextps128_ps512(_mm_cvtph_ps(_mm_cvtsi64_si128(static_cast<long long>(halves))))}};
+    }
+};
+
+struct codes_q5_1 : codes_of_4_in_order<block_q5_1> {
+    static constexpr int row_type = row_type_q5_1;
+    static constexpr int offset = 0;
+    static constexpr bool has_minimum = true;
+    static constexpr int part_coefs = 2;
+    static constexpr int minimum_sign = 1;
+    template <bool is_signed>
+    static void codes(const uint8_t * w, vi * q) {
+        load_codes<4, 8, false>(w, q);
+    }
+    static coef_lanes coefs(const uint8_t * w) {
+        const vi index = _mm512_set_epi32(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 16 + 18 - 8, 12, 6, 0);
+        const vi pairs = _mm512_permutex2var_epi32(vi_load(w), index, vi_load(w + 32));
+        return {{_mm512_zextps256_ps512(_mm256_cvtph_ps(_mm512_castsi512_si128(pairs)))}};
+    }
+};
+
+struct codes_iq4_nl : codes_of_4<block_iq4_nl> {
+    static constexpr int row_type = row_type_iq4_nl;
+    static constexpr int offset = 128;
+    static constexpr bool has_minimum = false;
+    static constexpr int part_coefs = 1;
+    static constexpr int minimum_sign = 1;
+    template <bool is_signed>
+    static void codes(const uint8_t * w, vi * q) {
+        const vi values = _mm512_broadcast_i32x4(load_16(reinterpret_cast<const uint8_t *>(iq4_nl_values)));
+        const vi table = is_signed ? values : _mm512_xor_si512(values, _mm512_set1_epi8(-128));
+        load_nibbles(w + 2, q);
+        q[0] = _mm512_shuffle_epi8(table, q[0]);
+        q[1] = _mm512_shuffle_epi8(table, q[1]);
+    }
+    static coef_lanes coefs(const uint8_t * w) {
+        const vi index = _mm512_castsi128_si512(_mm_set_epi16(0, 0, 0, 0, 27, 18, 9, 0));
+        const __m128i halves = _mm512_castsi512_si128(_mm512_permutexvar_epi16(index, vi_load(w)));
+        return {{_mm512_zextps128_ps512(_mm_cvtph_ps(halves))}};
+    }
+    static constexpr size_t nibbles(int k) { return size_t(k) * sizeof(block) + 2; }
+    static constexpr int low_chunk(int k) { return 2 * k; }
+    static constexpr int high_chunk(int k) { return 2 * k + 1; }
+    static vf values() {
+        return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load_16(reinterpret_cast<const uint8_t *>(iq4_nl_values))));
+    }
+};
+
+// Q4_K and Q5_K: the first halves of the even parts, their second halves, then those of the odd parts.
+template <class Block>
+struct codes_of_parts : codes_base {
+    using block = Block;
+    static constexpr int64_t block_n = super_values;
+    static constexpr int group_blocks = 8;
+    static constexpr size_t group_bytes = sizeof(Block);
+    static constexpr int part_chunks = 2;
+    static constexpr int panel_vectors = 2;
+    static constexpr int offset = 0;
+    static constexpr bool has_minimum = true;
+    static constexpr int part_coefs = 2;
+    static constexpr int minimum_sign = -1;
+    static constexpr int chunk(int i) { return i % 4 * 4 + i / 4; }
+
+    // bytes[h]: half h of the 4 runs of 32 bytes at q.
+    static void load_runs(const uint8_t * q, vi * bytes) {
+        const vi q0 = vi_load(q);
+        const vi q1 = vi_load(q + 64);
+        bytes[0] = _mm512_shuffle_i32x4(q0, q1, _MM_SHUFFLE(2, 0, 2, 0));
+        bytes[1] = _mm512_shuffle_i32x4(q0, q1, _MM_SHUFFLE(3, 1, 3, 1));
+    }
+
+    static coef_lanes coefs(const uint8_t * w) {
+        alignas(64) static constexpr struct table {
+            uint8_t bytes[64];   // of d, m and scales: the one with the low bits, then the one with the high bits or none
+            uint32_t shift[16];  // of the low bits
+            uint32_t low[16];    // mask of the low bits
+            constexpr table() : bytes(), shift(), low() {
+                for (int i = 0; i < 16; ++i) {
+                    const int p = i / 2;
+                    const bool minimum = i % 2 == 1;
+                    bytes[4 * i] = uint8_t(4 + p + (p >= 4 || minimum ? 4 : 0));
+                    bytes[4 * i + 1] = uint8_t(p < 4 ? 0x80 : minimum ? 4 + p : p);
+                    bytes[4 * i + 2] = bytes[4 * i + 3] = 0x80;
+                    shift[i] = p >= 4 && minimum ? 4 : 0;
+                    low[i] = p >= 4 ? 15 : 63;
+                }
+            }
+        } t;
+        const vi head = _mm512_shuffle_epi8(_mm512_broadcast_i32x4(load_16(w)), vi_load(t.bytes));
+        const vi low = _mm512_srlv_epi32(head, vi_load(t.shift));
+        const vi both = _mm512_ternarylogic_epi32(low, _mm512_srli_epi32(head, 10), vi_load(t.low), 0xe4);  // low ? 1st : 2nd
+        const vf d_m = _mm512_cvtph_ps(_mm256_set1_epi32(int(load_u32(w))));
+        return {{_mm512_mul_ps(d_m, _mm512_cvtepi32_ps(both))}};
+    }
+};
+
+struct codes_q4_k : codes_of_parts<block_q4_k> {
+    static constexpr int row_type = row_type_q4_k;
+    template <bool is_signed>
+    static void codes(const uint8_t * w, vi * q) {
+        const vi low = _mm512_set1_epi8(15);
+        vi bytes[2];
+        load_runs(w + 16, bytes);
+        for (int h = 0; h < 2; ++h) {
+            q[h] = _mm512_and_si512(bytes[h], low);
+            q[2 + h] = _mm512_and_si512(_mm512_srli_epi16(bytes[h], 4), low);
+        }
+    }
+    static constexpr size_t nibbles(int k) { return 16 + 16 * size_t(k); }
+    static constexpr int low_chunk(int k) { return k / 2 * 4 + k % 2; }
+    static constexpr int high_chunk(int k) { return low_chunk(k) + 2; }
+    static vf values() { return code_values(0.0f); }
+};
+
+struct codes_q5_k : codes_of_parts<block_q5_k> {
+    static constexpr int row_type = row_type_q5_k;
+    template <bool is_signed>
+    static void codes(const uint8_t * w, vi * q) {
+        const vi low = _mm512_set1_epi8(15);
+        const vi five = _mm512_set1_epi8(31);
+        // Bits 2 k and 2 k + 1 to bits 4 and 5, for run k.
+        const vi left = _mm512_set_epi32(30, 30, 30, 30, 0, 0, 0, 0, 2, 2, 2, 2, 4, 4, 4, 4);
+        vi bytes[2];
+        load_runs(w + 48, bytes);
+        for (int h = 0; h < 2; ++h) {
+            const vi bits = _mm512_rolv_epi32(_mm512_broadcast_i32x4(load_16(w + 16 + 16 * h)), left);
+            q[h] = _mm512_and_si512(_mm512_ternarylogic_epi32(bytes[h], bits, low, 0xe4), five);
+            q[2 + h] = _mm512_and_si512(
+                _mm512_ternarylogic_epi32(_mm512_srli_epi16(bytes[h], 4), _mm512_srli_epi16(bits, 1), low, 0xe4), five);
+        }
+    }
+};
+
+struct codes_q6_k : codes_base {
+    static constexpr int row_type = row_type_q6_k;
+    using block = block_q6_k;
+    static constexpr int64_t block_n = super_values;
+    static constexpr int group_blocks = 8;
+    static constexpr size_t group_bytes = sizeof(block);
+    static constexpr int part_chunks = 1;
+    static constexpr int panel_vectors = 1;
+    static constexpr int offset = 32;
+    static constexpr bool has_minimum = false;
+    static constexpr int part_coefs = 1;
+    static constexpr int minimum_sign = 1;
+    static constexpr int chunk(int i) { return i; }
+
+    template <bool is_signed>
+    static void codes(const uint8_t * w, vi * q) {
+        const vi low = _mm512_set1_epi8(15);
+        const vi pairs = _mm512_set1_epi8(0x33);
+        const vi right = _mm512_set_epi64(2, 2, 2, 2, 0, 0, 0, 0);
+        for (int k = 0; k < 2; ++k) {
+            const vi bytes = vi_load(w + 64 * k);
+            const __m256i h = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(w + 128 + 32 * k));
+            // Two high bits of the low halves in bits 0 and 1, of the high halves in bits 4 and 5.
+            const vi bits = _mm512_and_si512(_mm512_srlv_epi64(_mm512_broadcast_i64x4(h), right), pairs);
+            q[2 * k] = _mm512_ternarylogic_epi32(bytes, _mm512_slli_epi16(bits, 4), low, 0xe4);
+            q[2 * k + 1] = _mm512_ternarylogic_epi32(_mm512_srli_epi16(bytes, 4), bits, low, 0xe4);
+        }
+        for (int v = 0; is_signed && v < 4; ++v) {
+            q[v] = _mm512_sub_epi8(q[v], vi_set_bytes(offset));
+        }
+    }
+    static coef_lanes coefs(const uint8_t * w) {
+        const vf d_all = _mm512_cvtph_ps(_mm256_set1_epi16(short(load_u16(w + 208))));
+        return {{_mm512_mul_ps(d_all, _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load_16(w + 192))))}};
+    }
+};
+
+// code_blocks whose codes are 4 bits: add looks the values up by the bytes of the row. D adds nibbles(k), where in the group
+// 16 bytes are whose low halves are the codes of chunk low_chunk(k) and whose high halves those of high_chunk(k); values().
+template <class D>
+struct nibble_blocks : code_blocks<D> {
+    using base = code_blocks<D>;
+    template <int R>
+    using group = typename base::template group_coefs<R>;
+
+    template <int R>
+    struct row_scales : base::template row_scales<R> {
+        using base::template row_scales<R>::row_scales;
+        group<R> of_group(const uint8_t * const * w) const {
+            group<R> g;
+            this->coefs_of_group(w, g);
+            return g;
+        }
+    };
+
+    template <int R, bool fresh>
+    static void add(const uint8_t * const * w, int k, const group<R> & g, float * y) {
+        const vf values = D::values();
+        const int lo = D::low_chunk(k), hi = D::high_chunk(k);
+        vf y0 = base::template load_y_and_minimum<R, fresh>(g, lo, y + 16 * lo);
+        vf y1 = base::template load_y_and_minimum<R, fresh>(g, hi, y + 16 * hi);
+        for (int r = 0; r < R; ++r) {
+            const vi q = _mm512_cvtepu8_epi32(load_16(w[r] + D::nibbles(k)));
+            y0 = vf_fma(vf_set(g.c[r][base::layout::lane_of_chunk(lo)]), _mm512_permutexvar_ps(q, values), y0);
+            y1 = vf_fma(vf_set(g.c[r][base::layout::lane_of_chunk(hi)]), _mm512_permutexvar_ps(_mm512_srli_epi32(q, 4), values), y1);
+        }
+        vf_store(y + 16 * lo, y0);
+        vf_store(y + 16 * hi, y1);
+    }
+};
 
 constexpr row_kernels rows[] = {
-    kernels_values<values_f32>,  kernels_values<values_f16>,  kernels_values<values_bf16>,
-    kernels_blocks<blocks_q4_0>, kernels_blocks<blocks_q4_1>, kernels_blocks<blocks_q8_0>,
+    kernels_values<values_f32>,
+    kernels_values<values_f16>,
+    kernels_values<values_bf16>,
+    kernels_blocks<blocks_q4_0>,
+    kernels_blocks<blocks_q4_1>,
+    kernels_blocks<code_blocks<codes_q5_0>>,
+    kernels_blocks<code_blocks<codes_q5_1>>,
+    kernels_blocks<blocks_q8_0>,
+    kernels_blocks<nibble_blocks<codes_q4_k>>,
+    kernels_blocks<code_blocks<codes_q5_k>>,
+    kernels_blocks<code_blocks<codes_q6_k>>,
+    kernels_blocks<nibble_blocks<codes_iq4_nl>>,
 };
 
 }  // namespace
