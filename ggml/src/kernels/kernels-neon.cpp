@@ -320,6 +320,9 @@ struct codes_q6_k : group_of_256<row_type_q6_k, block_q6_k, 2, false> {
     }
 };
 
+#define KERNEL_BODY_WITHOUT_CODE_BLOCKS
+#include "kernel-body.inl"
+
 // Rows of blocks by their decoder D: the form that kernel-body.inl asks for.
 template <class D>
 struct blocks_of {
@@ -411,11 +414,13 @@ struct blocks_of {
         }
     };
 
-    template <int R>
+    template <int R, bool fresh>
     static void add(const uint8_t * const * w, int k, const row_coefs<R> & c, float * y) {
+        y += 32 * k;
         vf sum[8];
         for (int j = 0; j < 8; ++j) {
-            sum[j] = D::has_minimum ? vf_add(vf_load(y + 4 * j), vf_set(c.m[k])) : vf_load(y + 4 * j);
+            sum[j] = load_y<fresh>(y + 4 * j);
+            sum[j] = D::has_minimum ? vf_add(sum[j], vf_set(c.m[k])) : sum[j];
         }
         for (int r = 0; r < R; ++r) {
             vf v[8];
@@ -430,35 +435,19 @@ struct blocks_of {
     }
 };
 
-#include "kernel-body.inl"
-
-// A row added to -0: the one number that leaves even the sign of a zero alone.
-template <class B>
-void unpack_row_codes(int64_t n, const void * row, float * out) {
-    for (int64_t j = 0; j < n; j += vf_n) {
-        vf_store(out + j, vf_set(-0.0f));
-    }
-    const float one = 1.0f;
-    add_rows_blocks<B>(n, row, 0, nullptr, 1, &one, out);
-}
-
-template <class B>
-constexpr row_kernels kernels_codes = {B::row_type,        packed_x_bytes_blocks<B>, pack_x_blocks<B>,
-                                       dot_rows_blocks<B>, add_rows_blocks<B>,       unpack_row_codes<B>};
-
 constexpr row_kernels rows[] = {
     kernels_values<values_f32>,
     kernels_values<values_f16>,
     kernels_values<values_bf16>,
-    kernels_codes<blocks_of<codes_q4_0>>,
-    kernels_codes<blocks_of<codes_q4_1>>,
-    kernels_codes<blocks_of<codes_q5_0>>,
-    kernels_codes<blocks_of<codes_q5_1>>,
-    kernels_codes<blocks_of<codes_q8_0>>,
-    kernels_codes<blocks_of<codes_q4_k>>,
-    kernels_codes<blocks_of<codes_q5_k>>,
-    kernels_codes<blocks_of<codes_q6_k>>,
-    kernels_codes<blocks_of<codes_iq4_nl>>,
+    kernels_blocks<blocks_of<codes_q4_0>>,
+    kernels_blocks<blocks_of<codes_q4_1>>,
+    kernels_blocks<blocks_of<codes_q5_0>>,
+    kernels_blocks<blocks_of<codes_q5_1>>,
+    kernels_blocks<blocks_of<codes_q8_0>>,
+    kernels_blocks<blocks_of<codes_q4_k>>,
+    kernels_blocks<blocks_of<codes_q5_k>>,
+    kernels_blocks<blocks_of<codes_q6_k>>,
+    kernels_blocks<blocks_of<codes_iq4_nl>>,
 };
 
 }  // namespace
