@@ -593,12 +593,12 @@ def test_stats_of_one_decode(tiny_model: Callable[..., Path], tiny_plan: Callabl
 
 
 def test_slow_row_types_are_counted(tiny_model: Callable[..., Path], tiny_plan: Callable[..., Path]) -> None:
-    path = tiny_model(row_type="Q5_1")
+    path = tiny_model(row_type="MXFP4")
     with Llama(path, plan=tiny_plan(path), sparsity="dense", **EXACT_OPTIONS) as model:
         logits_of(model, 1)
         stats = model.stats()
         assert stats.n_slow_rows > 0
-        assert "q5_1" in stats.row_types
+        assert "mxfp4" in stats.row_types
 
 
 def test_capture_gives_the_inputs_of_every_block(llama: Llama) -> None:

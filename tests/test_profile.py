@@ -319,9 +319,9 @@ def test_wrong_options_are_one_line(
 
 
 def test_strict_refuses_slow_rows_and_notes_name_the_plan(options: pa.ProfileOptions, tmp_path: Path) -> None:
-    slow = tiny_models.write_tiny_model(tmp_path / "slow.gguf", row_type="Q5_0", n_layer=2)
+    slow = tiny_models.write_tiny_model(tmp_path / "slow.gguf", row_type="MXFP4", n_layer=2)
     options = dataclasses.replace(options, model=slow, activation="relu", tokens=2 * N_CTX)
-    with pytest.raises(PlanError, match=rf"^{options.out}: rows of type q5_0"):
+    with pytest.raises(PlanError, match=rf"^{options.out}: rows of type mxfp4"):
         profile(dataclasses.replace(options, strict=True))
     notes: list[str] = []
     pa.make_profile(options, Stopper(), notes.append)

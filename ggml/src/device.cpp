@@ -798,7 +798,8 @@ bool ggml_backend_powerinfer_plan_check(ggml_backend_powerinfer_plan_t handle, c
     }
     if (found.empty() && !slow.empty()) {
         const std::string text = where + ": rows of type " + slow_types + " in layer " + layer_list(slow) +
-            " have no fast kernel and are unpacked one by one (slow); convert the model to q4_0, q4_1, q8_0, f16, bf16 or f32.";
+            " have no fast kernel and are unpacked one by one (slow); convert the model to q4_0, q4_1, q5_0, q5_1,"
+            " q8_0, q4_K, q5_K, q6_K, iq4_nl, f16, bf16 or f32.";
         if (self->options.strict) {
             found = text;
         } else {
