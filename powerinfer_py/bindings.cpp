@@ -1,6 +1,7 @@
-// Python core `powerinfer_py._core`: converts arguments, calls ggml-powerinfer.h and model-load.h, translates errors.
+// Python core `powerinfer_py._core`: converts arguments, calls ggml-powerinfer.h, model-load.h and kernel-bench.h, translates errors.
 // No logic. Core calls run without the GIL, because the core's callbacks take it.
 #include "ggml-powerinfer.h"
+#include "kernel-bench.h"
 #include "model-load.h"
 
 #include <nanobind/nanobind.h>
@@ -26,6 +27,9 @@ namespace {
 constexpr size_t error_size = 4096;
 constexpr size_t path_size = 4096;
 constexpr const char * sparsity_names[] = {"auto", "dense", "exact", "threshold", "predicted"};  // by enum value
+
+constexpr const char * bench_op_names[] = {"dot", "add", "unpack", "ffn"};                    // by enum value
+constexpr const char * bench_layout_names[] = {"separate", "bundle", "interleaved"};          // by enum value
 
 // File names inside a text may hold any bytes.
 nb::str to_str(const char * text) {
@@ -399,6 +403,92 @@ nb::tuple inspect_path(const std::filesystem::path & path) {
     return nb::make_tuple(kind == 1 ? "extended" : "plain", found);
 }
 
+nb::list kernel_sets() {
+    nb::list out;
+    for (const powerinfer::kernel_set_info & info : powerinfer::kernel_sets()) {
+        nb::list row_types;
+        for (const std::string & type : info.row_types) {
+            row_types.append(type);
+        }
+        nb::dict item;
+        item["name"] = info.name;
+        item["is_supported"] = info.is_supported;
+        item["row_types"] = row_types;
+        out.append(item);
+    }
+    return out;
+}
+
+double read_bandwidth(int n_threads, size_t n_bytes) {
+    double bytes_per_s = 0.0;
+    std::string error;
+    {
+        nb::gil_scoped_release no_gil;
+        error = powerinfer::read_bandwidth(n_threads, n_bytes, bytes_per_s).text();
+    }
+    if (!error.empty()) {
+        raise_error("OptionError", error.c_str());
+    }
+    return bytes_per_s;
+}
+
+powerinfer::kernel_bench * kernel_bench_create(const std::string & row_type, int64_t n, int64_t n_rows, size_t working_set_bytes) {
+    auto self = std::make_unique<powerinfer::kernel_bench>();
+    std::string error;
+    {
+        nb::gil_scoped_release no_gil;
+        error = self->create(row_type, n, n_rows, working_set_bytes).text();
+    }
+    if (!error.empty()) {
+        raise_error("OptionError", error.c_str());
+    }
+    return self.release();
+}
+
+template <size_t N>
+int index_of_name(const char * const (&names)[N], const std::string & name, const char * option) {
+    std::string expected;
+    for (size_t i = 0; i < N; ++i) {
+        if (name == names[i]) {
+            return static_cast<int>(i);
+        }
+        expected += (i ? ", " : "") + std::string(names[i]);
+    }
+    raise_error("OptionError", (std::string(option) + ": '" + name + "'; expected one of " + expected + "; pass one of them.").c_str());
+}
+
+nb::dict kernel_bench_run(powerinfer::kernel_bench & self, const std::string & kernels, const std::string & op,
+                          const std::string & layout, double gate_density, double density, bool in_cache, int n_threads,
+                          int n_repeats, double repeat_s) {
+    powerinfer::bench_options options;
+    options.kernels = kernels;
+    options.op = static_cast<powerinfer::bench_op>(index_of_name(bench_op_names, op, "op"));
+    options.layout = static_cast<powerinfer::bench_layout>(index_of_name(bench_layout_names, layout, "layout"));
+    options.gate_density = gate_density;
+    options.density = density;
+    options.in_cache = in_cache;
+    options.n_threads = n_threads;
+    options.n_repeats = n_repeats;
+    options.repeat_s = repeat_s;
+    powerinfer::bench_result result;
+    std::string error;
+    {
+        nb::gil_scoped_release no_gil;
+        error = self.run(options, result).text();
+    }
+    if (!error.empty()) {
+        raise_error("OptionError", error.c_str());
+    }
+    nb::dict out;
+    out["pass_s"] = result.pass_s;
+    out["pass_s_min"] = result.pass_s_min;
+    out["pass_s_max"] = result.pass_s_max;
+    out["pass_rows"] = result.pass_rows;
+    out["pass_bytes"] = result.pass_bytes;
+    out["core_hz"] = result.core_hz;
+    return out;
+}
+
 }  // namespace
 
 NB_MODULE(_core, m) {
@@ -561,6 +651,62 @@ Returns:
 
 Raises:
     FormatError: the file can't be read.)");
+    m.def("kernel_sets", &kernel_sets, nb::sig("def kernel_sets() -> list[dict[str, typing.Any]]"),
+          R"(The kernel sets that were compiled in, widest first.
+
+Returns:
+    One item per set: name: str. is_supported: bool, by this CPU. row_types: list[str], ggml type names that have kernels.)");
+    m.def("read_bandwidth", &read_bandwidth, "n_threads"_a, "n_bytes"_a,
+          R"(Measure how fast memory can be read: wide loads of huge pages, prefetched, each thread its own part.
+
+Args:
+    n_threads: threads, at least 1.
+    n_bytes: how much is read per pass; far more than the caches hold, or it is their speed.
+
+Returns:
+    Bytes per second, the best of six passes.
+
+Raises:
+    OptionError: no threads, too few bytes, or more than memory has.)");
+    nb::class_<powerinfer::kernel_bench>(m, "KernelBench", "Rows of no model, and the speed of each kernel over them.")
+        .def(nb::new_(&kernel_bench_create), "row_type"_a, "n"_a, "n_rows"_a, "working_set_bytes"_a,
+             R"(Fill the working set: layers of three matrices (n_rows, n).
+
+Args:
+    row_type: ggml type name of a type that has kernels.
+    n: values per row, whole blocks of the type.
+    n_rows: rows per matrix.
+    working_set_bytes: rounded up to whole layers; far more than the caches hold, or rows come from them.
+
+Raises:
+    OptionError: rows that can't be, or more than memory has.)")
+        .def("run", &kernel_bench_run, nb::kw_only(), "kernels"_a, "op"_a, "layout"_a = "separate", "gate_density"_a = 1.0,
+             "density"_a = 1.0, "in_cache"_a = false, "n_threads"_a = 1, "n_repeats"_a = 5, "repeat_s"_a = 0.05,
+             nb::sig("def run(self, *, kernels: str, op: str, layout: str = 'separate', gate_density: float = 1.0, "
+                     "density: float = 1.0, in_cache: bool = False, n_threads: int = 1, n_repeats: int = 5, "
+                     "repeat_s: float = 0.05) -> dict[str, float]"),
+             R"(Time one kernel, or the three of a feed-forward block.
+
+Args:
+    kernels: kernel set by name.
+    op: dot, add, unpack (one matrix per pass), or ffn (gate dots, up dots, down adds: one layer per pass).
+    layout: of ffn: separate (three matrices), bundle (up and down side by side), interleaved (all three).
+    gate_density: of ffn: share of gate rows read, density to 1.
+    density: share of rows read, of ffn: of up and of down rows, over 0 to 1. Hot rows lie together; which ones are hot
+        changes from pass to pass.
+    in_cache: each thread reads 256 KiB of rows again and again; single kernels at density 1 only.
+    n_threads: threads; each takes an even share of the rows.
+    n_repeats: timed repeats.
+    repeat_s: seconds per repeat, about.
+
+Returns:
+    pass_s: seconds per pass, median of the repeats; pass_s_min, pass_s_max. pass_rows: rows read per pass, mean;
+    pass_bytes: their bytes. core_hz: clock of the core, by a chain of dependent additions.
+
+Raises:
+    OptionError: a set, op or layout that isn't there, or a share out of range.)")
+        .def_prop_ro("row_bytes", &powerinfer::kernel_bench::row_bytes, "Bytes of one row.")
+        .def_prop_ro("working_set_bytes", &powerinfer::kernel_bench::working_set_bytes, "Bytes of all rows, as allocated.");
     m.def("physical_cores", &powerinfer::physical_cores_allowed, "Physical cores that this process may run on, at least 1.");
     m.def("version", &ggml_backend_powerinfer_version, "Version of the compiled core.");
 }

@@ -26,7 +26,7 @@ class Verb:
 
 VERBS = {
     "run": Verb("powerinfer_py.cli", "generate text", "add_run_arguments", "run_model"),
-    "bench": Verb("powerinfer_py.bench", "speed of the sparsity modes against stock llama.cpp"),
+    "bench": Verb("powerinfer_py.bench", "speed of the sparsity modes against stock llama.cpp, or of each kernel"),
     "profile": Verb("powerinfer_py.tools.profile_activations", "run text through a model and write its plan"),
     "pack": Verb("powerinfer_py.tools.pack_plan", "one file from base and sidecar", "add_pack_arguments", "run_pack"),
     "rebind": Verb(
@@ -126,7 +126,9 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `powerinfer run`."""
     from powerinfer_py import bench
 
-    bench.add_model_arguments(parser)
+    parser.add_argument("model", help="a GGUF (its sidecar is found beside it), or an extended GGUF")
+    bench.add_load_arguments(parser)
+    parser.add_argument("-t", "--threads", type=int, help="threads, for prompts too (default: physical cores allowed)")
     parser.add_argument("-p", "--prompt", required=True, help="the prompt")
     parser.add_argument("--sparsity", default="auto", help="auto, dense, exact, threshold or predicted (default: auto)")
     parser.add_argument(

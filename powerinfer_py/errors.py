@@ -19,3 +19,7 @@ class OptionError(PowerInferError, TypeError):
 
 class ClosedError(PowerInferError, RuntimeError):
     """The object was closed before."""
+
+
+class NoiseError(PowerInferError, RuntimeError):
+    """A benchmark ran on a machine that did too much else; its figures mean nothing."""

@@ -332,6 +332,65 @@ void test_shape(const shape & s, const kernel_table * kernels) {
     }
 }
 
+// 2 to 16 tokens as a server decodes them: right, read once for all, and independent of each other.
+void test_few_tokens(const shape & s, const kernel_table * kernels) {
+    built b;
+    build(s, kernels, b);
+    const bool exact_type = s.type == GGML_TYPE_F32 || s.type == GGML_TYPE_F16 || s.type == GGML_TYPE_BF16;
+    ffn_workspace workspace;
+    for (const ffn_mode mode : {ffn_mode::dense, ffn_mode::exact, ffn_mode::threshold}) {
+        ffn_options options;
+        options.mode = mode;
+        options.activation = kind_of(s.activation);
+        options.add_biases = s.biases;
+        options.threshold = mode == ffn_mode::threshold && exact_type ? 0.11f : 0.0f;
+        options.product_threshold = mode == ffn_mode::threshold && exact_type ? 0.05f : 0.0f;
+        for (const int64_t n_tokens : {int64_t(2), int64_t(5), ffn_few_tokens_dense, ffn_few_tokens}) {
+            const std::vector<float> x = random_values(n_tokens * s.n_embd, 1.0f, s.integers);
+            for (const int n_threads : {1, 2, 3}) {
+                ffn_result result;
+                const std::vector<float> y = forward(b, options, kernels, n_threads, n_tokens, x, result, workspace);
+                int64_t n_active = 0;
+                bool certain = true;
+                for (int64_t t = 0; t < n_tokens; ++t) {
+                    int64_t n = 0;
+                    const std::vector<double> expected = reference(b.m, s, options.activation, &x[t * s.n_embd], options.threshold,
+                                                                   options.product_threshold, n, nullptr);
+                    compare(expected, &y[t * s.n_embd], exact_type);
+                    certain = certain && !expected.empty();
+                    n_active += n;
+                }
+                CHECK(result.n_tokens == static_cast<uint64_t>(n_tokens));
+                CHECK(result.n_candidates == static_cast<uint64_t>(n_tokens * s.n_ff));
+                if (mode == ffn_mode::dense) {
+                    CHECK(result.n_active == static_cast<uint64_t>(n_tokens * s.n_ff));
+                    CHECK(result.read_bytes == result.dense_bytes);
+                } else if (exact_type && certain) {
+                    CHECK(result.n_active == static_cast<uint64_t>(n_active));
+                }
+
+                // Other neighbours, same bits.
+                std::vector<float> others = random_values(n_tokens * s.n_embd, 1.0f, s.integers);
+                std::copy_n(&x[s.n_embd], s.n_embd, &others[s.n_embd]);
+                ffn_result again;
+                const std::vector<float> z = forward(b, options, kernels, n_threads, n_tokens, others, again, workspace);
+                CHECK(std::memcmp(&y[s.n_embd], &z[s.n_embd], s.n_embd * sizeof(float)) == 0);
+
+                // The same token several times reads what one of it reads.
+                std::vector<float> same;
+                for (int64_t t = 0; t < n_tokens; ++t) {
+                    same.insert(same.end(), x.begin(), x.begin() + s.n_embd);
+                }
+                ffn_result one;
+                ffn_result many;
+                forward(b, options, kernels, n_threads, 1, same, one, workspace);
+                forward(b, options, kernels, n_threads, n_tokens, same, many, workspace);
+                CHECK(many.read_bytes == one.read_bytes);
+            }
+        }
+    }
+}
+
 // A predictor whose fc1 is the identity and whose fc2 are the gate rows in position order: its score is the gate value.
 void test_predicted(const kernel_table * kernels, bool gated, bool mlp) {
     shape s;
@@ -369,7 +428,7 @@ void test_predicted(const kernel_table * kernels, bool gated, bool mlp) {
     options.mode = ffn_mode::predicted;
     options.activation = ffn_activation::relu;
     ffn_workspace workspace;
-    for (const int64_t n_tokens : {1, 3, 20}) {
+    for (const int64_t n_tokens : {1, 3, 16, 20}) {
         std::vector<float> x = random_values(n_tokens * s.n_embd, 1.0f);
         if (mlp) {
             for (float & v : x) {
@@ -406,7 +465,7 @@ void test_predicted(const kernel_table * kernels, bool gated, bool mlp) {
                 std::vector<float> z(n_tokens * s.n_embd, NAN);
                 ffn_forward(with, exact, kernels, 2, n_tokens, x.data(), s.n_embd, z.data(), s.n_embd, workspace, other);
                 CHECK(other.n_active == result.n_active);
-                CHECK(other.read_bytes < result.read_bytes || n_tokens > 3);
+                CHECK(other.read_bytes < result.read_bytes || n_tokens > ffn_few_tokens);
             }
         }
         // A NaN score is computed, never skipped.
@@ -543,6 +602,7 @@ int main() {
                 s.gated = gated;
                 s.biases = biases;
                 test_shape(s, kernels);
+        test_few_tokens(s, kernels);
             }
         }
     }
@@ -551,6 +611,7 @@ int main() {
         s.n_embd = size.first;
         s.n_ff = size.second;
         test_shape(s, kernels);
+        test_few_tokens(s, kernels);
     }
     for (const int type : {GGML_TYPE_F16, GGML_TYPE_BF16, GGML_TYPE_Q8_0, GGML_TYPE_Q4_0, GGML_TYPE_Q4_1, GGML_TYPE_Q5_0, GGML_TYPE_Q5_1,
                            GGML_TYPE_Q4_K, GGML_TYPE_Q5_K, GGML_TYPE_Q6_K, GGML_TYPE_IQ4_NL, GGML_TYPE_Q3_K, GGML_TYPE_MXFP4}) {
@@ -559,6 +620,7 @@ int main() {
         s.n_embd = 256;
         s.n_ff = 512;
         test_shape(s, kernels);
+        test_few_tokens(s, kernels);
     }
     shape cut;
     cut.param = 0.3f;  // FATReLU

@@ -46,7 +46,8 @@ bool has_minimum(int type) {
 }
 
 int64_t values_per_block(int type) {
-    return is_float_type(type) ? 1 : type == row_type_q4_k || type == row_type_q5_k || type == row_type_q6_k ? super_values : block_values;
+    const bool super = type == row_type_q4_k || type == row_type_q5_k || type == row_type_q6_k;
+    return is_float_type(type) ? 1 : super ? super_values : block_values;
 }
 
 std::vector<int64_t> lengths_of(int type) {
@@ -290,13 +291,13 @@ std::vector<uint8_t> pack(const row_kernels & k, const std::vector<float> & x) {
 std::vector<float> dot(const row_kernels & k, const matrix & m, const std::vector<float> & x, const int32_t * ids,
                        int64_t n_ids) {
     std::vector<float> out(n_ids, -1.0f);
-    k.dot_rows(m.n, m.bytes.get(), m.stride_bytes, ids, n_ids, pack(k, x).data(), out.data());
+    k.dot_rows(m.n, m.bytes.get(), m.stride_bytes, ids, n_ids, n_ids, pack(k, x).data(), out.data());
     return out;
 }
 
 std::vector<float> add(const row_kernels & k, const matrix & m, const int32_t * ids, const std::vector<float> & scale,
                        std::vector<float> y) {
-    k.add_rows(m.n, m.bytes.get(), m.stride_bytes, ids, int64_t(scale.size()), scale.data(), y.data());
+    k.add_rows(m.n, m.bytes.get(), m.stride_bytes, ids, int64_t(scale.size()), int64_t(scale.size()), scale.data(), y.data());
     return y;
 }
 

@@ -17,6 +17,7 @@ TEXT_SUFFIXES = {".py", ".cpp", ".h", ".inl", ".cu", ".cuh", ".txt", ".toml", ".
 KERNEL_ISA_HEADERS = {
     "kernels-avx2.cpp": "immintrin.h",
     "kernels-avx512.cpp": "immintrin.h",
+    "kernels-amx.cpp": "immintrin.h",
     "kernels-neon.cpp": "arm_neon.h",
 }
 
@@ -32,6 +33,7 @@ LEVELS = {
     "kernels/kernels-scalar.cpp": 1,
     "kernels/kernels-avx2.cpp": 1,
     "kernels/kernels-avx512.cpp": 1,
+    "kernels/kernels-amx.cpp": 1,
     "kernels/kernels-neon.cpp": 1,
     "plan.h": 1,
     "plan-read.cpp": 1,
@@ -39,7 +41,12 @@ LEVELS = {
     "ffn-store.cpp": 2,
     "ffn-select.cpp": 2,
     "ffn-cpu.cpp": 2,
+    "ffn-few.cpp": 2,
+    "ffn-batch.h": 2,
     "ffn-batch.cpp": 2,
+    "ffn-tiles.cpp": 2,
+    "kernel-bench.h": 2,
+    "kernel-bench.cpp": 2,
     "device.h": 3,
     "graph-match.h": 3,
     "graph-match.cpp": 3,
@@ -57,7 +64,10 @@ PYTHON_IMPORTS = {
     "gguf_file": {"errors"},
     "format": {"errors", "gguf_file", "_core"},
     "llama": {"errors", "format", "gguf_file", "_core"},
-    "bench": {"errors", "format", "gguf_file", "_core", "llama"},
+    "bench_machine": {"errors", "_core"},
+    "bench_report": {"format"},
+    "bench_kernels": {"errors", "_core", "bench_machine", "bench_report"},
+    "bench": {"errors", "format", "gguf_file", "_core", "llama", "bench_machine", "bench_report", "bench_kernels"},
     "cli": {"errors", "format", "gguf_file", "_core", "llama", "bench", "__init__"},
 }
 

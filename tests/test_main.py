@@ -477,7 +477,7 @@ def test_the_timing_block_has_the_densities(planned: dict[str, Path]) -> None:
     for line in ("load time", "prompt eval time", "eval time", "total time"):
         assert f"{line} =" in errors
     assert "sparsity = exact: exact in 4 layers" in errors
-    assert re.search(r"kernel set = (scalar|avx2|avx512|neon), threads \d+", errors)
+    assert re.search(r"kernel set = (scalar|avx2|avx512|amx|neon), threads \d+", errors)
     found = re.search(r"density = (\S+), candidate_density (\S+), bytes_share (\S+) \(generation\)", errors)
     assert found
     density, candidates, share = map(float, found.groups())

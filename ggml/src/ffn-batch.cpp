@@ -1,6 +1,8 @@
 // The blocked path for batches: rows are unpacked once per tile and used for all tokens. Each token uses its own set of
 // neurons, whatever else is in the batch. Also the whole-matrix products of the op-by-op path.
-#include "ffn.h"
+#include "ffn-batch.h"
+
+#include "ggml.h"
 
 #include <omp.h>
 
@@ -10,13 +12,156 @@
 
 namespace powerinfer {
 
+// --- element-wise stages ---
+
+batch_stages::batch_stages(const ffn_layer & layer, const ffn_options & options, const kernel_table * kernels, int64_t n_tokens,
+                           int64_t ld, const uint8_t * marks, ffn_result & result)
+    : layer(layer), options(options), kernels(kernels), n_tokens(n_tokens), ld(ld), marks(marks), result(result) {
+    if (options.count && options.mode == ffn_mode::dense) {
+        gate_histogram.resize(ffn_n_bins, 0);
+        product_histogram.resize(ffn_n_bins, 0);
+    }
+}
+
+uint64_t batch_stages::finish_gate(int64_t n_rows, const int32_t * ids, float * gate) {
+    const bool approximate = options.mode == ffn_mode::threshold || options.mode == ffn_mode::predicted;
+    const float threshold = approximate ? options.threshold : 0.0f;
+    const bool add_bias = options.add_biases && !layer.first_bias.empty();
+    uint64_t n_candidates = 0;
+    for (int64_t t = 0; t < n_tokens; ++t, gate += ld) {
+        if (add_bias) {
+            for (int64_t i = 0; i < n_rows; ++i) {
+                gate[i] += layer.first_bias[ids[i]];
+            }
+        }
+        ffn_activate(options.activation, layer.activation_param, kernels, n_rows, gate);
+        if (marks != nullptr) {
+            const uint8_t * mark = marks + t * layer.n_ff;
+            for (int64_t i = 0; i < n_rows; ++i) {
+                n_candidates += mark[ids[i]];
+                gate[i] = mark[ids[i]] ? gate[i] : 0.0f;
+            }
+        }
+        if (threshold > 0.0f) {
+            for (int64_t i = 0; i < n_rows; ++i) {
+                gate[i] = std::fabs(gate[i]) < threshold ? 0.0f : gate[i];
+            }
+        }
+        if (!gate_histogram.empty()) {
+            for (int64_t i = 0; i < n_rows; ++i) {
+                gate_histogram[ffn_histogram_bin(gate[i])] += 1;
+                result.gate_abs_sum[ids[i]] += std::fabs(gate[i]);
+            }
+        }
+    }
+    return marks != nullptr ? n_candidates : static_cast<uint64_t>(n_tokens * n_rows);
+}
+
+void batch_stages::finish_up(int64_t n_rows, const int32_t * ids, float * gate, float * up) const {
+    const bool add_bias = options.add_biases && !layer.second_bias.empty();
+    const bool dense = options.mode == ffn_mode::dense;
+    for (int64_t t = 0; t < n_tokens; ++t, gate += ld, up += ld) {
+        if (add_bias) {
+            for (int64_t i = 0; i < n_rows; ++i) {
+                up[i] += layer.second_bias[ids[i]];
+            }
+        }
+        if (options.activation == ffn_activation::drelu) {
+            ffn_activate(ffn_activation::relu, 0.0f, kernels, n_rows, up);
+        }
+        for (int64_t i = 0; i < n_rows; ++i) {
+            const float product = gate[i] * up[i];
+            gate[i] = (dense || gate[i] != 0.0f) ? product : 0.0f;
+        }
+    }
+}
+
+uint64_t batch_stages::finish_products(int64_t n_rows, const int32_t * ids, float * products) {
+    const bool dense = options.mode == ffn_mode::dense;
+    const bool approximate = options.mode == ffn_mode::threshold || options.mode == ffn_mode::predicted;
+    const float threshold = approximate ? options.product_threshold : 0.0f;
+    uint64_t n_active = 0;
+    for (int64_t t = 0; t < n_tokens; ++t, products += ld) {
+        if (threshold > 0.0f) {
+            for (int64_t i = 0; i < n_rows; ++i) {
+                products[i] = std::fabs(products[i]) * layer.down_norm[ids[i]] < threshold ? 0.0f : products[i];
+            }
+        }
+        uint32_t n_used = 0;
+        for (int64_t i = 0; i < n_rows; ++i) {
+            n_used += products[i] != 0.0f;
+        }
+        n_active += dense ? static_cast<uint64_t>(n_rows) : n_used;
+        if (options.count) {
+            for (int64_t i = 0; i < n_rows; ++i) {
+                result.active[ids[i]] += dense || products[i] != 0.0f;
+            }
+        }
+        if (!product_histogram.empty()) {
+            for (int64_t i = 0; i < n_rows; ++i) {
+                product_histogram[ffn_histogram_bin(products[i] * layer.down_norm[ids[i]])] += 1;
+            }
+        }
+    }
+    return n_active;
+}
+
+int64_t batch_stages::keep_used(int64_t n_rows, int32_t * ids, float * v) const {
+    int64_t kept = 0;
+    for (int64_t i = 0; i < n_rows; ++i) {
+        bool used = false;
+        for (int64_t t = 0; t < n_tokens && !used; ++t) {
+            used = v[t * ld + i] != 0.0f;
+        }
+        if (!used) {
+            continue;
+        }
+        if (kept != i) {
+            for (int64_t t = 0; t < n_tokens; ++t) {
+                v[t * ld + kept] = v[t * ld + i];
+            }
+            ids[kept] = ids[i];
+        }
+        ++kept;
+    }
+    return kept;
+}
+
+void batch_stages::add_histograms() const {
+    for (size_t i = 0; i < gate_histogram.size(); ++i) {
+        result.gate_histogram[i] += gate_histogram[i];
+        result.product_histogram[i] += product_histogram[i];
+    }
+}
+
+void batch_mark(const ffn_layer & layer, int64_t n_tokens, int64_t first, int64_t n_rows, const float * scores, int64_t ld,
+                uint8_t * marks, uint8_t * any) {
+    std::memset(any + first, 0, n_rows);
+    for (int64_t t = 0; t < n_tokens; ++t) {
+        uint8_t * mark = marks + t * layer.n_ff + first;
+        for (int64_t i = 0; i < n_rows; ++i) {
+            const bool skip = scores[t * ld + i] < layer.predictor_threshold;  // NaN computes
+            mark[i] = skip ? 0 : 1;
+            any[first + i] |= mark[i];
+        }
+    }
+}
+
+int64_t batch_candidates(int64_t n_ff, const uint8_t * any, int32_t * ids) {
+    int64_t n = 0;
+    for (int64_t i = 0; i < n_ff; ++i) {
+        ids[n] = static_cast<int32_t>(i);
+        n += any[i];
+    }
+    return n;
+}
+
 namespace {
 
-enum slot { slot_thread = 16, slot_hidden, slot_marks, slot_union, slot_sums };
+enum slot { slot_thread = 16, slot_hidden, slot_marks, slot_any, slot_union, slot_sums };
 
 constexpr int64_t tile_rows = 64;      // unpacked rows per tile
 constexpr int64_t step_tokens = 128;   // tokens per product with a tile: more would push the tile out of the L2 cache
-constexpr int64_t chunk_tokens = 512;  // tokens per pass, bounds the scratch memory
 
 uint64_t to_us(double seconds) { return static_cast<uint64_t>(seconds * 1e6 + 0.5); }
 
@@ -37,34 +182,6 @@ struct thread_memory {
         rows = reinterpret_cast<int32_t *>(up + n_tokens * tile_rows);
     }
 };
-
-// Packs the columns of v (n_tokens, n_rows) whose `keep` says so to the left, and their ids with them. Returns their number.
-template <class Keep>
-int64_t keep_columns(int64_t n_tokens, int64_t n_rows, float * v, int32_t * ids, Keep keep) {
-    int64_t kept = 0;
-    for (int64_t i = 0; i < n_rows; ++i) {
-        if (!keep(i)) {
-            continue;
-        }
-        if (kept != i) {
-            for (int64_t t = 0; t < n_tokens; ++t) {
-                v[t * tile_rows + kept] = v[t * tile_rows + i];
-            }
-            ids[kept] = ids[i];
-        }
-        ++kept;
-    }
-    return kept;
-}
-
-bool any_nonzero(const float * v, int64_t n_tokens, int64_t i) {
-    for (int64_t t = 0; t < n_tokens; ++t) {
-        if (v[t * tile_rows + i] != 0.0f) {
-            return true;
-        }
-    }
-    return false;
-}
 
 // out (n_x, tile_rows) = x (n_x, n) times the tile's rows.
 void multiply_tile(const kernel_table * kernels, int64_t n_x, int64_t n_w, int64_t n, const float * x, int64_t ld_x,
@@ -96,8 +213,6 @@ void forward_chunk(const ffn_layer & layer, const ffn_options & options, const k
     const int64_t n_ff = layer.n_ff;
     const bool predicted = options.mode == ffn_mode::predicted;
     const bool dense = options.mode == ffn_mode::dense;
-    const bool use_threshold = (options.mode == ffn_mode::threshold || predicted) && options.threshold > 0.0f;
-    const bool use_product = (options.mode == ffn_mode::threshold || predicted) && options.product_threshold > 0.0f;
     const int64_t rank = layer.fc1.n_rows;
 
     const int64_t widest = std::max(n_embd, rank);
@@ -105,6 +220,7 @@ void forward_chunk(const ffn_layer & layer, const ffn_options & options, const k
     uint8_t * memory = static_cast<uint8_t *>(workspace.get(slot_thread, thread_bytes * n_threads));
     float * hidden = workspace.array<float>(slot_hidden, n_tokens * std::max<int64_t>(rank, 1));
     uint8_t * marks = predicted ? workspace.array<uint8_t>(slot_marks, n_tokens * n_ff) : nullptr;  // (n_tokens, n_ff)
+    uint8_t * any = predicted ? workspace.array<uint8_t>(slot_any, n_ff) : nullptr;
     int32_t * candidates = workspace.array<int32_t>(slot_union, n_ff);
     float * sums = workspace.array<float>(slot_sums, n_threads * n_tokens * n_embd);  // (n_threads, n_tokens, n_embd)
     int64_t n_union = n_ff;
@@ -127,12 +243,7 @@ void forward_chunk(const ffn_layer & layer, const ffn_options & options, const k
         const row_reader first(layer.first, kernels);
         const row_reader second(layer.second, kernels);
         const row_reader down(layer.down, kernels);
-        std::vector<uint64_t> gate_histogram;
-        std::vector<uint64_t> product_histogram;
-        if (options.count && dense) {
-            gate_histogram.resize(ffn_n_bins, 0);
-            product_histogram.resize(ffn_n_bins, 0);
-        }
+        batch_stages stages(layer, options, kernels, n_tokens, tile_rows, marks, result);
 
         if (predicted) {
             const row_reader fc1(layer.fc1, kernels);
@@ -156,26 +267,11 @@ void forward_chunk(const ffn_layer & layer, const ffn_options & options, const k
                     n_slow += fc2.unpack(begin + i, own.weights + i * rank);
                 }
                 multiply_tile(kernels, n_tokens, n_rows, rank, hidden, rank, own.weights, own.gate, tile_rows);
-                for (int64_t t = 0; t < n_tokens; ++t) {
-                    for (int64_t i = 0; i < n_rows; ++i) {
-                        const bool skip = own.gate[t * tile_rows + i] < layer.predictor_threshold;  // NaN computes
-                        marks[t * n_ff + begin + i] = skip ? 0 : 1;
-                    }
-                }
+                batch_mark(layer, n_tokens, begin, n_rows, own.gate, tile_rows, marks, any);
             }
 #pragma omp barrier
 #pragma omp single
-            {
-                n_union = 0;
-                for (int64_t i = 0; i < n_ff; ++i) {
-                    uint8_t any = 0;
-                    for (int64_t t = 0; t < n_tokens; ++t) {
-                        any |= marks[t * n_ff + i];
-                    }
-                    candidates[n_union] = static_cast<int32_t>(i);
-                    n_union += any;
-                }
-            }
+            n_union = batch_candidates(n_ff, any, candidates);
             if (i_thread == 0) {
                 predictor_s = omp_get_wtime() - start;
             }
@@ -192,73 +288,19 @@ void forward_chunk(const ffn_layer & layer, const ffn_options & options, const k
             n_slow += unpack_tile(first, own.rows, n_rows, n_embd, own.weights);
             n_gate_rows += n_rows;
             multiply_tile(kernels, n_tokens, n_rows, n_embd, x, ld_x, own.weights, own.gate, tile_rows);
-            for (int64_t t = 0; t < n_tokens; ++t) {
-                float * gate = own.gate + t * tile_rows;
-                if (options.add_biases && !layer.first_bias.empty()) {
-                    for (int64_t i = 0; i < n_rows; ++i) {
-                        gate[i] += layer.first_bias[own.rows[i]];
-                    }
-                }
-                ffn_activate(options.activation, layer.activation_param, kernels, n_rows, gate);
-                for (int64_t i = 0; i < n_rows; ++i) {
-                    const bool candidate = !predicted || marks[t * n_ff + own.rows[i]];
-                    n_candidates += candidate;
-                    if (!candidate || (use_threshold && std::fabs(gate[i]) < options.threshold)) {
-                        gate[i] = 0.0f;
-                    }
-                }
-                if (!gate_histogram.empty()) {
-                    for (int64_t i = 0; i < n_rows; ++i) {
-                        gate_histogram[ffn_histogram_bin(gate[i])] += 1;
-                        result.gate_abs_sum[own.rows[i]] += std::fabs(gate[i]);  // a tile's neurons belong to one thread
-                    }
-                }
-            }
+            n_candidates += stages.finish_gate(n_rows, own.rows, own.gate);
             if (!dense) {
-                n_rows = keep_columns(n_tokens, n_rows, own.gate, own.rows,
-                                      [&](int64_t i) { return any_nonzero(own.gate, n_tokens, i); });
+                n_rows = stages.keep_used(n_rows, own.rows, own.gate);
             }
             if (layer.gated && n_rows > 0) {
                 n_slow += unpack_tile(second, own.rows, n_rows, n_embd, own.weights);
                 n_up_rows += n_rows;
                 multiply_tile(kernels, n_tokens, n_rows, n_embd, x, ld_x, own.weights, own.up, tile_rows);
-                for (int64_t t = 0; t < n_tokens; ++t) {
-                    float * gate = own.gate + t * tile_rows;
-                    float * up = own.up + t * tile_rows;
-                    if (options.add_biases && !layer.second_bias.empty()) {
-                        for (int64_t i = 0; i < n_rows; ++i) {
-                            up[i] += layer.second_bias[own.rows[i]];
-                        }
-                    }
-                    if (options.activation == ffn_activation::drelu) {
-                        ffn_activate(ffn_activation::relu, 0.0f, kernels, n_rows, up);
-                    }
-                    for (int64_t i = 0; i < n_rows; ++i) {
-                        // Exactly 0 also where up is infinite: the neuron isn't used by this token.
-                        gate[i] = (dense || gate[i] != 0.0f) ? gate[i] * up[i] : 0.0f;
-                    }
-                }
+                stages.finish_up(n_rows, own.rows, own.gate, own.up);
             }
-            for (int64_t t = 0; t < n_tokens; ++t) {
-                float * product = own.gate + t * tile_rows;
-                for (int64_t i = 0; i < n_rows; ++i) {
-                    const float impact = std::fabs(product[i]) * layer.down_norm[own.rows[i]];
-                    if (use_product && impact < options.product_threshold) {
-                        product[i] = 0.0f;
-                    }
-                    const bool is_active = dense || product[i] != 0.0f;
-                    n_active += is_active;
-                    if (options.count) {
-                        result.active[own.rows[i]] += is_active;
-                        if (dense) {
-                            product_histogram[ffn_histogram_bin(impact)] += 1;
-                        }
-                    }
-                }
-            }
+            n_active += stages.finish_products(n_rows, own.rows, own.gate);
             if (!dense) {
-                n_rows = keep_columns(n_tokens, n_rows, own.gate, own.rows,
-                                      [&](int64_t i) { return any_nonzero(own.gate, n_tokens, i); });
+                n_rows = stages.keep_used(n_rows, own.rows, own.gate);
             }
             if (n_rows > 0) {
                 n_slow += unpack_tile(down, own.rows, n_rows, n_embd, own.weights);
@@ -279,12 +321,9 @@ void forward_chunk(const ffn_layer & layer, const ffn_options & options, const k
                 kernels->add(n_embd, sums + (i * n_tokens + t) * n_embd, row);
             }
         }
-        if (!gate_histogram.empty()) {
+        if (options.count) {
 #pragma omp critical(powerinfer_batch_histograms)
-            for (int i = 0; i < ffn_n_bins; ++i) {
-                result.gate_histogram[i] += gate_histogram[i];
-                result.product_histogram[i] += product_histogram[i];
-            }
+            stages.add_histograms();
         }
         if (i_thread == 0) {
             total_s = omp_get_wtime() - start;
@@ -310,9 +349,12 @@ void forward_chunk(const ffn_layer & layer, const ffn_options & options, const k
 void ffn_forward_batch(const ffn_layer & layer, const ffn_options & options, const kernel_table * kernels, int n_threads,
                        int64_t n_tokens, const float * x, int64_t ld_x, float * y, int64_t ld_y,
                        ffn_workspace & workspace, ffn_result & result) {
-    for (int64_t t = 0; t < n_tokens; t += chunk_tokens) {
-        forward_chunk(layer, options, kernels, std::max(n_threads, 1), std::min(chunk_tokens, n_tokens - t),
-                      x + t * ld_x, ld_x, y + t * ld_y, ld_y, workspace, result);
+    // F32 rows keep their 24 bits: they stay with the f32 products.
+    const bool is_f32 = layer.first.row_type == GGML_TYPE_F32 || layer.second.row_type == GGML_TYPE_F32 || layer.down.row_type == GGML_TYPE_F32;
+    const auto forward = kernels->tiles != nullptr && !is_f32 ? ffn_forward_tiles : forward_chunk;
+    for (int64_t t = 0; t < n_tokens; t += batch_chunk_tokens) {
+        forward(layer, options, kernels, std::max(n_threads, 1), std::min(batch_chunk_tokens, n_tokens - t),
+                x + t * ld_x, ld_x, y + t * ld_y, ld_y, workspace, result);
     }
 }
 

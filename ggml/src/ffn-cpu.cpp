@@ -15,9 +15,6 @@ namespace {
 // Workspace slots of this file; ffn-batch.cpp uses those from 16 on.
 enum slot { slot_thread, slot_scores, slot_ids, slot_values, slot_sums, slot_counts, slot_input, slot_hidden, slot_products };
 
-// A batch of at least this many tokens goes to the blocked path: rows are then unpacked once for all tokens.
-constexpr int64_t batch_path_min_tokens = 4;
-
 uint64_t to_us(double seconds) { return static_cast<uint64_t>(seconds * 1e6 + 0.5); }
 
 int64_t share_begin(int64_t total, int i_thread, int n_threads) { return total * i_thread / n_threads; }
@@ -34,6 +31,7 @@ struct token_job {
     int32_t * ids = nullptr;       // (n_ff) work list, each thread fills the segment of its range
     float * values = nullptr;      // (n_ff) act(gate) of the work list
     int64_t * counts = nullptr;    // (n_threads) entries in each thread's segment
+    int64_t * costs = nullptr;     // (n_threads) what their rows cost, see row_cost
     float * sums = nullptr;        // (n_threads, n_embd) partial results
     int64_t * n_active = nullptr;  // (n_threads) down rows that each thread used; its own_ids begin with them
     int64_t * n_up = nullptr;      // (n_threads) up rows that each thread read
@@ -56,14 +54,51 @@ struct thread_tally {
     double up_down_s = 0.0;
 };
 
-// The part [begin, end) of the list that all threads' segments form together, copied to `ids` and `values`.
-int64_t take_share(const token_job & job, int64_t n_ff, int i_thread, int n_threads, int32_t * ids, float * values) {
+// What reading the row of ids[i] costs: 64, and more where the row before it is far away, up to 96 from 32 KiB on, which is
+// what one cache line of a page table covers. Where a hypervisor maps 4-KiB pages, rows of rare neurons take 2 to 4 times as
+// long as neighbours (1000 and 230 ns seen): an even split by number left one of two threads waiting a third of the time.
+int64_t row_cost(const int32_t * ids, int64_t i, size_t stride_bytes) {
+    const int64_t gap_bytes = i > 0 ? (ids[i] - ids[i - 1]) * static_cast<int64_t>(stride_bytes) : 0;
+    return 64 + std::min<int64_t>(32, gap_bytes >> 10);
+}
+
+// Counts this thread's segment of the work list and what its rows cost.
+void close_segment(token_job & job, int i_thread, const int32_t * ids, int64_t n, size_t stride_bytes) {
+    int64_t cost = 0;
+    for (int64_t i = 0; i < n; ++i) {
+        cost += row_cost(ids, i, stride_bytes);
+    }
+    job.counts[i_thread] = n;
+    job.costs[i_thread] = cost;
+}
+
+// Where the i_split'th of n_threads shares of the list begins: the shares cost the same.
+int64_t split_position(const token_job & job, int64_t n_ff, int i_split, int n_threads, size_t stride_bytes) {
     int64_t total = 0;
     for (int i = 0; i < n_threads; ++i) {
-        total += job.counts[i];
+        total += job.costs[i];
     }
-    const int64_t begin = share_begin(total, i_thread, n_threads);
-    const int64_t end = share_begin(total, i_thread + 1, n_threads);
+    int64_t left = share_begin(total, i_split, n_threads);
+    int64_t at = 0;
+    for (int i = 0; i < n_threads; ++i) {
+        if (left >= job.costs[i]) {
+            left -= job.costs[i];
+            at += job.counts[i];
+            continue;
+        }
+        const int32_t * ids = job.ids + share_begin(n_ff, i, n_threads);
+        for (int64_t k = 0; left > 0; ++k, ++at) {
+            left -= row_cost(ids, k, stride_bytes);
+        }
+        return at;
+    }
+    return at;
+}
+
+// The part [begin, end) of the list that all threads' segments form together, copied to `ids` and `values`.
+int64_t take_share(const token_job & job, int64_t n_ff, int i_thread, int n_threads, size_t stride_bytes, int32_t * ids, float * values) {
+    const int64_t begin = split_position(job, n_ff, i_thread, n_threads, stride_bytes);
+    const int64_t end = split_position(job, n_ff, i_thread + 1, n_threads, stride_bytes);
     int64_t at = 0;
     int64_t n = 0;
     for (int i = 0; i < n_threads && at < end; ++i) {
@@ -108,7 +143,7 @@ void add_bias(const std::vector<float> & bias, bool wanted, const int32_t * ids,
 
 class token_thread {
 public:
-    token_thread(const token_job & job, int i_thread, int n_threads)
+    token_thread(token_job & job, int i_thread, int n_threads)
         : job_(job), i_(i_thread), n_(n_threads), first_(job.layer.first, job.kernels), second_(job.layer.second, job.kernels),
           down_(job.layer.down, job.kernels) {
         const int64_t n_ff = job.layer.n_ff;
@@ -123,6 +158,7 @@ public:
         up_values_ = reinterpret_cast<float *>(take(n_ff * sizeof(float)));
         remapped_ = reinterpret_cast<int32_t *>(take(n_ff * sizeof(int32_t)));
         scratch_ = take(scratch_bytes(job.layer, job.kernels));
+        down_scratch_ = take(row_reader(job.layer.down, job.kernels).scratch_bytes());
     }
 
     static size_t scratch_bytes(const ffn_layer & layer, const kernel_table * kernels) {
@@ -137,7 +173,8 @@ public:
 
     static size_t memory_bytes(const ffn_layer & layer, const kernel_table * kernels) {
         const size_t line = 64;
-        return 4 * (layer.n_ff * sizeof(float) + line) + scratch_bytes(layer, kernels) + line;
+        return 4 * (layer.n_ff * sizeof(float) + line) + scratch_bytes(layer, kernels) +
+               row_reader(layer.down, kernels).scratch_bytes() + 2 * line;
     }
 
     // Runs inside the parallel region; contains its barriers.
@@ -182,7 +219,7 @@ private:
             ids[n] = static_cast<int32_t>(i);
             n += job_.scores[i] < threshold ? 0 : 1;  // NaN computes
         }
-        job_.counts[i_] = n;
+        close_segment(job_, i_, ids, n, layer.first.stride_bytes);
 #pragma omp barrier
     }
 
@@ -192,7 +229,7 @@ private:
         const ffn_options & options = job_.options;
         first_.pack(job_.x, scratch_);
         if (options.mode == ffn_mode::predicted) {
-            const int64_t n = take_share(job_, layer.n_ff, i_, n_, own_ids_, nullptr);
+            const int64_t n = take_share(job_, layer.n_ff, i_, n_, layer.first.stride_bytes, own_ids_, nullptr);
             tally.n_slow += first_.dot(own_ids_, 0, n, scratch_, up_values_, remapped_);
             add_bias(layer.first_bias, options.add_biases, own_ids_, 0, n, up_values_);
             ffn_activate(options.activation, layer.activation_param, job_.kernels, n, up_values_);
@@ -213,48 +250,63 @@ private:
             n_own_ = n;
             return;
         }
-        job_.counts[i_] = keep_active(options, nullptr, from, n, values, job_.ids + from, job_.values + from);
+        const int64_t n_kept = keep_active(options, nullptr, from, n, values, job_.ids + from, job_.values + from);
+        close_segment(job_, i_, job_.ids + from, n_kept, layer.down.stride_bytes);
 #pragma omp barrier
-        n_own_ = take_share(job_, layer.n_ff, i_, n_, own_ids_, own_values_);
+        n_own_ = take_share(job_, layer.n_ff, i_, n_, layer.down.stride_bytes, own_ids_, own_values_);
     }
 
     void up_and_down(thread_tally & tally) {
         const ffn_layer & layer = job_.layer;
         const ffn_options & options = job_.options;
-        int64_t n = n_own_;
-        job_.n_up[i_] = layer.gated ? n : 0;
+        const bool use_product = options.mode != ffn_mode::dense && options.mode != ffn_mode::exact && options.product_threshold > 0.0f;
+        job_.n_up[i_] = layer.gated ? n_own_ : 0;
         if (layer.gated) {
             second_.pack(job_.x, scratch_);
-            tally.n_slow += second_.dot(own_ids_, 0, n, scratch_, up_values_, remapped_);
-            add_bias(layer.second_bias, options.add_biases, own_ids_, 0, n, up_values_);
-            if (options.activation == ffn_activation::drelu) {
-                ffn_activate(ffn_activation::relu, 0.0f, job_.kernels, n, up_values_);
-            }
-            for (int64_t i = 0; i < n; ++i) {
-                own_values_[i] *= up_values_[i];
-            }
-        }
-        if (job_.products != nullptr) {
-            for (int64_t i = 0; i < n; ++i) {
-                job_.products[own_ids_[i]] = own_values_[i];
-            }
-        }
-        if (options.mode != ffn_mode::dense) {
-            const bool use_product = options.mode != ffn_mode::exact && options.product_threshold > 0.0f;
-            int64_t kept = 0;
-            for (int64_t i = 0; i < n; ++i) {
-                const float h = own_values_[i];
-                const bool skip = h == 0.0f || (use_product && std::fabs(h) * layer.down_norm[own_ids_[i]] < options.product_threshold);
-                own_ids_[kept] = own_ids_[i];
-                own_values_[kept] = h;
-                kept += skip ? 0 : 1;
-            }
-            n = kept;
         }
         float * sum = job_.sums + i_ * layer.n_embd;
         std::memset(sum, 0, layer.n_embd * sizeof(float));
-        tally.n_slow += down_.add(own_ids_, 0, n, own_values_, scratch_, sum, remapped_);
-        job_.n_active[i_] = n;
+        // Step by step, so that a neuron's up and down rows, side by side in memory, are read together.
+        const int64_t step = ffn_step_neurons(layer.down.row_bytes);
+        int64_t n_active = 0;
+        for (int64_t i = 0; i < n_own_; i += step) {
+            const int64_t n = std::min(step, n_own_ - i);
+            const int64_t n_ahead = std::min(2 * step, n_own_ - i);
+            const int32_t * ids = own_ids_ + i;
+            float * values = own_values_ + i;
+            if (layer.gated) {
+                tally.n_slow += second_.dot(ids, 0, n, scratch_, up_values_, remapped_, n_ahead);
+                add_bias(layer.second_bias, options.add_biases, ids, 0, n, up_values_);
+                if (options.activation == ffn_activation::drelu) {
+                    ffn_activate(ffn_activation::relu, 0.0f, job_.kernels, n, up_values_);
+                }
+                for (int64_t k = 0; k < n; ++k) {
+                    values[k] *= up_values_[k];
+                }
+            }
+            if (job_.products != nullptr) {
+                for (int64_t k = 0; k < n; ++k) {
+                    job_.products[ids[k]] = values[k];
+                }
+            }
+            // The neurons whose down row is used, and behind them those of the next step.
+            int32_t used_ids[16];
+            float used_values[8];
+            int64_t n_used = 0;
+            for (int64_t k = 0; k < n; ++k) {
+                const float h = values[k];
+                const bool skip = options.mode != ffn_mode::dense &&
+                                  (h == 0.0f || (use_product && std::fabs(h) * layer.down_norm[ids[k]] < options.product_threshold));
+                used_ids[n_used] = ids[k];
+                used_values[n_used] = h;
+                n_used += skip ? 0 : 1;
+            }
+            std::copy_n(ids + n, n_ahead - n, used_ids + n_used);
+            tally.n_slow += down_.add(used_ids, 0, n_used, used_values, down_scratch_, sum, remapped_, n_used + n_ahead - n);
+            std::copy_n(used_ids, n_used, own_ids_ + n_active);
+            n_active += n_used;
+        }
+        job_.n_active[i_] = n_active;
 #pragma omp barrier
         // Join, in thread order.
         const int64_t from = begin(layer.n_embd);
@@ -270,7 +322,7 @@ private:
         }
     }
 
-    const token_job & job_;
+    token_job & job_;
     const int i_;
     const int n_;
     row_reader first_;
@@ -281,6 +333,7 @@ private:
     float * up_values_;
     int32_t * remapped_;
     void * scratch_;
+    void * down_scratch_;
     int64_t n_own_ = 0;
 };
 
@@ -348,8 +401,13 @@ void ffn_forward(const ffn_layer & layer, const ffn_options & options, const ker
         result.gate_histogram.resize(ffn_n_bins, 0);
         result.product_histogram.resize(ffn_n_bins, 0);
     }
-    if (n_tokens >= batch_path_min_tokens) {
+    // The blocked path unpacks a row once for all tokens, which costs as much as about ten dots with it.
+    if (n_tokens > (options.mode == ffn_mode::dense ? ffn_few_tokens_dense : ffn_few_tokens)) {
         ffn_forward_batch(layer, options, kernels, n_threads, n_tokens, x, ld_x, y, ld_y, workspace, result);
+        return;
+    }
+    if (n_tokens > 1 && !options.count) {
+        ffn_forward_few(layer, options, kernels, std::max(n_threads, 1), n_tokens, x, ld_x, y, ld_y, workspace, result);
         return;
     }
 
@@ -363,9 +421,10 @@ void ffn_forward(const ffn_layer & layer, const ffn_options & options, const ker
     job.values = workspace.array<float>(slot_values, n_ff);
     job.ids = workspace.array<int32_t>(slot_ids, n_ff);
     job.sums = workspace.array<float>(slot_sums, n_threads * n_embd);
-    job.counts = workspace.array<int64_t>(slot_counts, 3 * n_threads);
+    job.counts = workspace.array<int64_t>(slot_counts, 4 * n_threads);
     job.n_active = job.counts + n_threads;
     job.n_up = job.n_active + n_threads;
+    job.costs = job.n_up + n_threads;
     job.products = options.count ? workspace.array<float>(slot_products, n_ff) : nullptr;
 
     for (int64_t t = 0; t < n_tokens; ++t) {

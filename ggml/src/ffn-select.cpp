@@ -62,11 +62,12 @@ const int32_t * row_reader::stored_rows(const int32_t * ids, int64_t first, int6
 }
 
 uint64_t row_reader::dot(const int32_t * ids, int64_t first, int64_t n_ids, const void * scratch, float * out,
-                         int32_t * remapped) const {
+                         int32_t * remapped, int64_t n_ahead) const {
+    n_ahead = m_.row_of ? n_ids : std::max(n_ids, n_ahead);
     ids = stored_rows(ids, first, n_ids, remapped);
     if (m_.kernels != nullptr) {
         const uint8_t * rows = ids ? m_.rows : m_.rows + first * m_.stride_bytes;
-        m_.kernels->dot_rows(m_.n, rows, m_.stride_bytes, ids, n_ids, scratch, out);
+        m_.kernels->dot_rows(m_.n, rows, m_.stride_bytes, ids, n_ids, n_ahead, scratch, out);
         return 0;
     }
     const row_kernels * k = f32_kernels(kernels_);
@@ -74,35 +75,39 @@ uint64_t row_reader::dot(const int32_t * ids, int64_t first, int64_t n_ids, cons
     float * row = reinterpret_cast<float *>(const_cast<uint8_t *>(static_cast<const uint8_t *>(scratch)) + packed);
     for (int64_t i = 0; i < n_ids; ++i) {
         row_to_float(m_.row_type, m_.rows + (ids ? ids[i] : first + i) * m_.stride_bytes, row, m_.n);
-        k->dot_rows(m_.n, row, m_.n * sizeof(float), nullptr, 1, scratch, out + i);
+        k->dot_rows(m_.n, row, m_.n * sizeof(float), nullptr, 1, 1, scratch, out + i);
     }
     return n_ids;
 }
 
 uint64_t row_reader::add(const int32_t * ids, int64_t first, int64_t n_ids, const float * scale, void * scratch, float * y,
-                         int32_t * remapped) const {
+                         int32_t * remapped, int64_t n_ahead) const {
+    n_ahead = m_.row_of ? n_ids : std::max(n_ids, n_ahead);
     ids = stored_rows(ids, first, n_ids, remapped);
     if (m_.kernels != nullptr) {
         const uint8_t * rows = ids ? m_.rows : m_.rows + first * m_.stride_bytes;
-        m_.kernels->add_rows(m_.n, rows, m_.stride_bytes, ids, n_ids, scale, y);
+        m_.kernels->add_rows(m_.n, rows, m_.stride_bytes, ids, n_ids, n_ahead, scale, y);
         return 0;
     }
     const row_kernels * k = f32_kernels(kernels_);
     float * row = static_cast<float *>(scratch);
     for (int64_t i = 0; i < n_ids; ++i) {
         row_to_float(m_.row_type, m_.rows + (ids ? ids[i] : first + i) * m_.stride_bytes, row, m_.n);
-        k->add_rows(m_.n, row, m_.n * sizeof(float), nullptr, 1, scale + i, y);
+        k->add_rows(m_.n, row, m_.n * sizeof(float), nullptr, 1, 1, scale + i, y);
     }
     return n_ids;
 }
 
-uint64_t row_reader::unpack(int64_t position, float * out) const {
-    const uint8_t * row = m_.rows + (m_.row_of ? m_.row_of[position] : position) * m_.stride_bytes;
+uint64_t row_reader::unpack(int64_t position, float * out) const { return unpack_part(position, 0, m_.n, out); }
+
+uint64_t row_reader::unpack_part(int64_t position, int64_t first, int64_t n, float * out) const {
+    const uint8_t * row = m_.rows + (m_.row_of ? m_.row_of[position] : position) * m_.stride_bytes +
+                          (first > 0 ? row_size_bytes(m_.row_type, first) : 0);
     if (m_.kernels != nullptr) {
-        m_.kernels->unpack_row(m_.n, row, out);
+        m_.kernels->unpack_row(n, row, out);
         return 0;
     }
-    row_to_float(m_.row_type, row, out, m_.n);
+    row_to_float(m_.row_type, row, out, n);
     return 1;
 }
 

@@ -143,12 +143,15 @@ public:
 
     size_t scratch_bytes() const;
     void pack(const float * x, void * scratch) const;  // x (n) f32, for `dot`
-    // out[i] = dot(row of ids[i], the x packed in scratch).
-    uint64_t dot(const int32_t * ids, int64_t first, int64_t n_ids, const void * scratch, float * out, int32_t * remapped) const;
+    // out[i] = dot(row of ids[i], the x packed in scratch). n_ahead > n_ids: the list goes on, and the next call is for that.
+    uint64_t dot(const int32_t * ids, int64_t first, int64_t n_ids, const void * scratch, float * out, int32_t * remapped,
+                 int64_t n_ahead = 0) const;
     // y += scale[i] * row of ids[i], in order. y (n).
     uint64_t add(const int32_t * ids, int64_t first, int64_t n_ids, const float * scale, void * scratch, float * y,
-                 int32_t * remapped) const;
+                 int32_t * remapped, int64_t n_ahead = 0) const;
     uint64_t unpack(int64_t position, float * out) const;  // out (n) f32
+    // Values first .. first + n - 1 of a row; both are whole blocks of the row type. out (n) f32.
+    uint64_t unpack_part(int64_t position, int64_t first, int64_t n, float * out) const;
 
 private:
     const int32_t * stored_rows(const int32_t * ids, int64_t first, int64_t n_ids, int32_t * remapped) const;
@@ -159,6 +162,17 @@ private:
 
 // v[i] = act(v[i]) for the gate part of `activation` (drelu: its relu). i < n.
 void ffn_activate(ffn_activation activation, float param, const kernel_table * kernels, int64_t n, float * v);
+
+// Neurons whose up and down rows one step of the decode path reads together (measured at 1152 and 2304 bytes).
+inline int64_t ffn_step_neurons(size_t row_bytes) { return row_bytes < 2048 ? 4 : 8; }
+
+constexpr int64_t ffn_few_tokens = 16;
+constexpr int64_t ffn_few_tokens_dense = 8;
+
+// 2 to ffn_few_tokens tokens (dense mode: ffn_few_tokens_dense), rows read once for all; called by ffn_forward. Doesn't fill the counting arrays.
+void ffn_forward_few(const ffn_layer & layer, const ffn_options & options, const kernel_table * kernels, int n_threads,
+                     int64_t n_tokens, const float * x, int64_t ld_x, float * y, int64_t ld_y,
+                     ffn_workspace & workspace, ffn_result & result);
 
 // The blocked path for batches; called by ffn_forward.
 void ffn_forward_batch(const ffn_layer & layer, const ffn_options & options, const kernel_table * kernels, int n_threads,

@@ -10,8 +10,10 @@
 // For code_blocks, which a set with block decoders of its own leaves out by defining KERNEL_BODY_WITHOUT_CODE_BLOCKS:
 //   store_quantized              32 values of x as int8, 16 to each of two places
 //   vi, vi_bytes                 a vector of vi_bytes = 4 * vf_n bytes, or of vf_n int32
-//   vi_load, vi_store, vi_zero, vi_negative (int32), vi_set_bytes, vf_of_ints, vf_of_bytes (from memory)
-//   vf_set2, vf_permute, vf_add_odd  even and odd lanes; lanes by index; sum + the odd lanes of a vector
+//   vi_load, vi_store, vi_zero, vi_set_bytes, vi_negative (of int32), vf_of_ints, vf_of_bytes (int8 in memory)
+//   vf_mul
+//   vf_set2, vf_permute          a number in the even and one in the odd lanes; lanes by their index
+//   vf_add_odd                   sum + the odd lanes of a vector
 
 const uint8_t * row_at(const void * rows, size_t stride_bytes, const int32_t * ids, int64_t i) {
     return static_cast<const uint8_t *>(rows) + size_t(ids ? ids[i] : i) * stride_bytes;
@@ -69,12 +71,13 @@ struct row_list {
     size_t stride_bytes;
     const int32_t * ids;
     int64_t n_ids;
+    int64_t n_ahead;
 
     const uint8_t * at(int64_t i) const { return row_at(rows, stride_bytes, ids, i); }
 
     template <int R>
     next_rows<R> next(int64_t i) const {
-        return next_rows<R>(rows, stride_bytes, ids, i + R, n_ids, row_bytes);
+        return next_rows<R>(rows, stride_bytes, ids, i + R, n_ahead, row_bytes);
     }
 };
 
@@ -172,10 +175,10 @@ struct dot_values : row_list {
 };
 
 template <class T>
-void dot_rows_values(int64_t n, const void * rows, size_t stride_bytes, const int32_t * ids, int64_t n_ids,
+void dot_rows_values(int64_t n, const void * rows, size_t stride_bytes, const int32_t * ids, int64_t n_ids, int64_t n_ahead,
                      const void * packed_x, float * out) {
     const float * x = static_cast<const float *>(packed_x);
-    for_rows<4>(0, n_ids, dot_values<T>{{n, n * T::value_bytes, rows, stride_bytes, ids, n_ids}, x, out});
+    for_rows<4>(0, n_ids, dot_values<T>{{n, n * T::value_bytes, rows, stride_bytes, ids, n_ids, n_ahead}, x, out});
 }
 
 template <class T>
@@ -218,9 +221,9 @@ struct add_values : row_list {
 };
 
 template <class T>
-void add_rows_values(int64_t n, const void * rows, size_t stride_bytes, const int32_t * ids, int64_t n_ids,
+void add_rows_values(int64_t n, const void * rows, size_t stride_bytes, const int32_t * ids, int64_t n_ids, int64_t n_ahead,
                      const float * scale, float * y) {
-    for_rows<4>(0, n_ids, add_values<T>{{n, n * T::value_bytes, rows, stride_bytes, ids, n_ids}, scale, y});
+    for_rows<4>(0, n_ids, add_values<T>{{n, n * T::value_bytes, rows, stride_bytes, ids, n_ids, n_ahead}, scale, y});
 }
 
 template <class T>
@@ -300,10 +303,10 @@ struct dot_blocks : row_list {
 };
 
 template <class B>
-void dot_rows_blocks(int64_t n, const void * rows, size_t stride_bytes, const int32_t * ids, int64_t n_ids,
+void dot_rows_blocks(int64_t n, const void * rows, size_t stride_bytes, const int32_t * ids, int64_t n_ids, int64_t n_ahead,
                      const void * packed_x, float * out) {
     const auto * x = static_cast<const typename B::x_group *>(packed_x);
-    for_rows<8>(0, n_ids, dot_blocks<B>{{n, row_bytes_blocks<B>(n), rows, stride_bytes, ids, n_ids}, x, out});
+    for_rows<4>(0, n_ids, dot_blocks<B>{{n, row_bytes_blocks<B>(n), rows, stride_bytes, ids, n_ids, n_ahead}, x, out});
 }
 
 // fresh: y isn't read, as if it held -0, the one number that leaves even the sign of a zero alone.
@@ -351,15 +354,15 @@ struct add_blocks : row_list {
 };
 
 template <class B>
-void add_rows_blocks(int64_t n, const void * rows, size_t stride_bytes, const int32_t * ids, int64_t n_ids,
+void add_rows_blocks(int64_t n, const void * rows, size_t stride_bytes, const int32_t * ids, int64_t n_ids, int64_t n_ahead,
                      const float * scale, float * y) {
-    for_rows<4>(0, n_ids, add_blocks<B, false>{{n, row_bytes_blocks<B>(n), rows, stride_bytes, ids, n_ids}, scale, y});
+    for_rows<4>(0, n_ids, add_blocks<B, false>{{n, row_bytes_blocks<B>(n), rows, stride_bytes, ids, n_ids, n_ahead}, scale, y});
 }
 
 template <class B>
 void unpack_row_blocks(int64_t n, const void * row, float * out) {
     const float one = 1.0f;
-    add_blocks<B, true>{{n, 0, row, 0, nullptr, 1}, &one, out}.template run<1>(0);
+    add_blocks<B, true>{{n, 0, row, 0, nullptr, 1, 1}, &one, out}.template run<1>(0);
 }
 
 #ifndef KERNEL_BODY_WITHOUT_CODE_BLOCKS
@@ -369,11 +372,10 @@ void unpack_row_blocks(int64_t n, const void * row, float * out) {
 //   group_blocks, group_bytes    what is decoded at once: blocks of 32 values, bytes of the row
 //   part_chunks                  a part is what shares one c and m: 1 or 2 chunks of 16 values
 //   has_minimum, minimum_sign, offset
-//   part_coefs                   lanes per part in coefs
 //   codes<is_signed>(w, q)       the codes of a group: 16 * 2 * group_blocks bytes, minus offset where is_signed
 //   chunk(i)                     which chunk the 16 codes from 16 * i on are
 //   panel_vectors                vectors of codes per panel; what one lane of them holds is of one part
-//   coefs(w)                     c of part p in lane part_coefs * p, its m in the next. Zeros in unused odd lanes if has_minimum
+//   coefs(w), part_coefs         c of part p in lane part_coefs * p and its m in the next; with minima, zeros in what is left
 //   dot(sum, q, x)               sum + the products of 4 neighbouring codes and int8
 
 struct coef_lanes {
@@ -387,9 +389,9 @@ struct code_layout {
     static constexpr int n_panels = n_vectors / D::panel_vectors;
     static constexpr int block_coefs = D::part_coefs * 2 / D::part_chunks;  // lanes per 32 values
 
-    int place[n_chunks];            // inverse of D::chunk
-    int lane[n_panels * vf_n];      // the lane of coef_lanes with the c of a lane of the panels
-    alignas(64) int32_t spread[n_panels][vf_n];  // the same, counted in its vector
+    int place[n_chunks];        // inverse of D::chunk
+    int lane[n_panels * vf_n];  // for each lane of the panels, the lane of coef_lanes with its c
+    alignas(64) int32_t spread[n_panels][vf_n];  // the same within coef_lanes::v[vector[panel]]
     int vector[n_panels];
 
     static constexpr int lane_of_chunk(int chunk) { return D::part_coefs * (chunk / D::part_chunks); }
@@ -419,9 +421,9 @@ struct code_blocks {
     using layout = code_layout<D>;
 
     struct x_group {
-        int8_t q[layout::n_vectors * vi_bytes];  // in the order of the codes
-        int32_t offset[layout::n_panels * vf_n];  // -D::offset * sum of the lane's q
-        float coef[16];  // beside c: d of the block; beside m: minimum_sign * d * sum of the block's q
+        int8_t q[layout::n_vectors * vi_bytes];   // in the order of the codes
+        int32_t offset[layout::n_panels * vf_n];  // -offset * sum of the lane's q (with minima, which have no offset: -sum)
+        float coef[16];                           // beside c: d of the block; beside m: minimum_sign * d * sum of the block's q
     };
 
     static void set_coefs(x_group & g, int k, float d) {
@@ -508,13 +510,15 @@ struct code_blocks {
         }
         void coefs_of_group(const uint8_t * const * w, group_coefs<R> & g) const {
             for (int i = 0; i < 16 / vf_n; ++i) {
-                vf m = vf_zero();
+                vf m = vf_set(-0.0f);  // keeps the sign of a zero
                 for (int r = 0; r < R; ++r) {
                     const vf c = vf_mul(scale[r], D::coefs(w[r]).v[i]);
                     vf_store(g.c[r] + i * vf_n, c);
-                    m = r == 0 ? c : vf_add(m, c);
+                    m = vf_add(m, c);
                 }
-                vf_store(g.m + i * vf_n, m);
+                if (D::has_minimum) {
+                    vf_store(g.m + i * vf_n, m);
+                }
             }
             __asm__("" : "+m"(g));
         }

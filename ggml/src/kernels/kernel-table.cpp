@@ -6,6 +6,8 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 #elif defined(__aarch64__)
 #include <asm/hwcap.h>
 #include <sys/auxv.h>
@@ -17,6 +19,9 @@ namespace {
 
 const kernel_table * const tables[] = {
 #if defined(__x86_64__)
+#if defined(POWERINFER_AMX)
+    &kernels_amx,
+#endif
     &kernels_avx512,
     &kernels_avx2,
 #elif defined(__aarch64__)
@@ -33,6 +38,8 @@ struct cpu_features {
     uint32_t leaf1_ecx = 0;
     uint32_t leaf7_ebx = 0;
     uint32_t leaf7_ecx = 0;
+    uint32_t leaf7_edx = 0;
+    uint32_t leaf7_1_eax = 0;
 };
 
 bool has_bits(uint64_t value, uint64_t bits) {
@@ -52,6 +59,10 @@ cpu_features cpu_detect() {
     if (__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) {
         f.leaf7_ebx = ebx;
         f.leaf7_ecx = ecx;
+        f.leaf7_edx = edx;
+        if (eax >= 1 && __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx)) {
+            f.leaf7_1_eax = eax;
+        }
     }
     return f;
 }
@@ -73,6 +84,21 @@ bool cpu_has_avx512() {
     return cpu_has_avx2() && has_bits(f.xcr0, 0xe6) &&  // xmm, ymm, opmask, zmm
            has_bits(f.leaf7_ebx, bit_AVX512F | bit_AVX512DQ | bit_AVX512BW | bit_AVX512VL) &&
            has_bits(f.leaf7_ecx, bit_AVX512VNNI);
+}
+
+bool cpu_has_amx() {
+    constexpr uint32_t amx_bf16 = 1u << 22, amx_tile = 1u << 24, avx512_bf16 = 1u << 5;
+    const cpu_features f = cpu_detect();
+    if (!cpu_has_avx512() || !has_bits(f.xcr0, 0x60000) || !has_bits(f.leaf7_edx, amx_bf16 | amx_tile) ||
+        !has_bits(f.leaf7_1_eax, avx512_bf16)) {
+        return false;
+    }
+#if defined(__linux__)
+    // Linux gives a process the 8 KiB of tile state only when it asks (arch_prctl ARCH_REQ_XCOMP_PERM, XTILEDATA).
+    return syscall(SYS_arch_prctl, 0x1023, 18) == 0;
+#else
+    return false;
+#endif
 }
 
 #elif defined(__aarch64__)

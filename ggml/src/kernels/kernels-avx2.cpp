@@ -319,8 +319,9 @@ struct codes_q5_0 : codes_of_4<block_q5_0> {
     static void codes(const uint8_t * w, vi * q) {
         for (int k = 0; k < 4; ++k, w += sizeof(block)) {
             const vi low = load_codes(w + 6);
-            const vi high = spread_bits(w + 2);
-            q[k] = _mm256_or_si256(low, is_signed ? _mm256_andnot_si256(high, vi_set_bytes(-16)) : _mm256_and_si256(high, vi_set_bytes(16)));
+            const vi set = spread_bits(w + 2);
+            const vi high = is_signed ? _mm256_andnot_si256(set, vi_set_bytes(-16)) : _mm256_and_si256(set, vi_set_bytes(16));
+            q[k] = _mm256_or_si256(low, high);
         }
     }
 };
@@ -466,7 +467,7 @@ constexpr row_kernels rows[] = {
 }  // namespace
 
 const kernel_table kernels_avx2 = {
-    "avx2", cpu_has_avx2, rows, sizeof(rows) / sizeof(rows[0]), matmul_nt, matmul_nn_add, add, silu,
+    "avx2", cpu_has_avx2, rows, sizeof(rows) / sizeof(rows[0]), matmul_nt, matmul_nn_add, add, silu, nullptr,
 };
 
 }  // namespace powerinfer

@@ -693,8 +693,10 @@ struct nibble_blocks : code_blocks<D> {
         vf y1 = base::template load_y_and_minimum<R, fresh>(g, hi, y + 16 * hi);
         for (int r = 0; r < R; ++r) {
             const vi q = _mm512_cvtepu8_epi32(load_16(w[r] + D::nibbles(k)));
-            y0 = vf_fma(vf_set(g.c[r][base::layout::lane_of_chunk(lo)]), _mm512_permutexvar_ps(q, values), y0);
-            y1 = vf_fma(vf_set(g.c[r][base::layout::lane_of_chunk(hi)]), _mm512_permutexvar_ps(_mm512_srli_epi32(q, 4), values), y1);
+            const vf c0 = vf_set(g.c[r][base::layout::lane_of_chunk(lo)]);
+            const vf c1 = vf_set(g.c[r][base::layout::lane_of_chunk(hi)]);
+            y0 = vf_fma(c0, _mm512_permutexvar_ps(q, values), y0);
+            y1 = vf_fma(c1, _mm512_permutexvar_ps(_mm512_srli_epi32(q, 4), values), y1);
         }
         vf_store(y + 16 * lo, y0);
         vf_store(y + 16 * hi, y1);
@@ -719,7 +721,13 @@ constexpr row_kernels rows[] = {
 }  // namespace
 
 const kernel_table kernels_avx512 = {
-    "avx512", cpu_has_avx512, rows, sizeof(rows) / sizeof(rows[0]), matmul_nt, matmul_nn_add, add, silu,
+    "avx512", cpu_has_avx512, rows, sizeof(rows) / sizeof(rows[0]), matmul_nt, matmul_nn_add, add, silu, nullptr,
 };
+
+#if defined(POWERINFER_AMX)
+const kernel_table kernels_amx = {
+    "amx", cpu_has_amx, rows, sizeof(rows) / sizeof(rows[0]), matmul_nt, matmul_nn_add, add, silu, &tiles_amx,
+};
+#endif
 
 }  // namespace powerinfer

@@ -453,7 +453,7 @@ constexpr row_kernels rows[] = {
 }  // namespace
 
 const kernel_table kernels_neon = {
-    "neon", cpu_has_neon, rows, sizeof(rows) / sizeof(rows[0]), matmul_nt, matmul_nn_add, add, silu,
+    "neon", cpu_has_neon, rows, sizeof(rows) / sizeof(rows[0]), matmul_nt, matmul_nn_add, add, silu, nullptr,
 };
 
 }  // namespace powerinfer

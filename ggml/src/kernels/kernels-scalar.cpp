@@ -261,7 +261,7 @@ void pack_x_values(int64_t n, const float * x, void * packed) {
 }
 
 template <class T>
-void dot_rows_values(int64_t n, const void * rows, size_t stride_bytes, const int32_t * ids, int64_t n_ids,
+void dot_rows_values(int64_t n, const void * rows, size_t stride_bytes, const int32_t * ids, int64_t n_ids, int64_t,
                      const void * packed_x, float * out) {
     const float * x = static_cast<const float *>(packed_x);
     for (int64_t i = 0; i < n_ids; ++i) {
@@ -275,7 +275,7 @@ void dot_rows_values(int64_t n, const void * rows, size_t stride_bytes, const in
 }
 
 template <class T>
-void add_rows_values(int64_t n, const void * rows, size_t stride_bytes, const int32_t * ids, int64_t n_ids,
+void add_rows_values(int64_t n, const void * rows, size_t stride_bytes, const int32_t * ids, int64_t n_ids, int64_t,
                      const float * scale, float * y) {
     for (int64_t i = 0; i < n_ids; ++i) {
         const uint8_t * row = row_at(rows, stride_bytes, ids, i);
@@ -323,7 +323,7 @@ void pack_x_blocks(int64_t n, const float * x, void * packed) {
 }
 
 template <class T>
-void dot_rows_blocks(int64_t n, const void * rows, size_t stride_bytes, const int32_t * ids, int64_t n_ids,
+void dot_rows_blocks(int64_t n, const void * rows, size_t stride_bytes, const int32_t * ids, int64_t n_ids, int64_t,
                      const void * packed_x, float * out) {
     const block_x * x = static_cast<const block_x *>(packed_x);
     for (int64_t i = 0; i < n_ids; ++i) {
@@ -337,7 +337,7 @@ void dot_rows_blocks(int64_t n, const void * rows, size_t stride_bytes, const in
 }
 
 template <class T>
-void add_rows_blocks(int64_t n, const void * rows, size_t stride_bytes, const int32_t * ids, int64_t n_ids,
+void add_rows_blocks(int64_t n, const void * rows, size_t stride_bytes, const int32_t * ids, int64_t n_ids, int64_t,
                      const float * scale, float * y) {
     for (int64_t i = 0; i < n_ids; ++i) {
         const auto * row = reinterpret_cast<const typename T::block *>(row_at(rows, stride_bytes, ids, i));
@@ -420,7 +420,7 @@ constexpr row_kernels rows[] = {
 }  // namespace
 
 const kernel_table kernels_scalar = {
-    "scalar", always_supported, rows, sizeof(rows) / sizeof(rows[0]), matmul_nt, matmul_nn_add, add, silu,
+    "scalar", always_supported, rows, sizeof(rows) / sizeof(rows[0]), matmul_nt, matmul_nn_add, add, silu, nullptr,
 };
 
 }  // namespace powerinfer

@@ -42,9 +42,9 @@ constexpr int8_t iq4_nl_values[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 
 struct block_q4_k { uint16_t d; uint16_t m; uint8_t scales[12]; uint8_t q[128]; };
 struct block_q5_k { uint16_t d; uint16_t m; uint8_t scales[12]; uint8_t h[32]; uint8_t q[128]; };
 
-// Part p, 16 values, has a scale s: value = d * s * (q - 32). Half k of the block is 4 quarters of 32 values: quarter c takes its
-// low 4 bits from the low (c < 2) or high (c >= 2) halves of bytes 64 * k + 32 * (c % 2) + i of q, bits 4 and 5 from bits
-// 2 * c and 2 * c + 1 of h[32 * k + i].
+// Part p, 16 values, has a scale s: value = d * s * (q - 32). Half k of the block is 4 quarters of 32 values: value i of
+// quarter c takes its low 4 bits from the low (c < 2) or high (c >= 2) half of byte 64 * k + 32 * (c % 2) + i of q, bits 4
+// and 5 from bits 2 * c and 2 * c + 1 of h[32 * k + i].
 struct block_q6_k { uint8_t q[128]; uint8_t h[64]; int8_t scales[16]; uint16_t d; };
 
 static_assert(sizeof(block_q4_0) == 18 && sizeof(block_q4_1) == 20 && sizeof(block_q8_0) == 34, "ggml's block sizes");
