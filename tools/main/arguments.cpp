@@ -373,7 +373,7 @@ std::string arguments_help() {
         "  chat:             powerinfer-main -m model.gguf -cnv -sys \"You are a helpful assistant\"\n"
         "\n"
         "The text goes to stdout, everything else to stderr. Ctrl-C ends the answer.\n"
-        "POWERINFER_KERNELS=scalar|avx2|avx512|amx in the environment chooses the kernel set.\n";
+        "POWERINFER_KERNELS=scalar|avx2|avx512|amx|neon in the environment chooses the kernel set.\n";
     for (const section & section : flag_table()) {
         out += std::string("\n") + section.title + ":\n";
         for (const flag & flag : section.flags) {

@@ -3,15 +3,17 @@
 
 // The primitives:
 //   vf, vf_n                     a vector of vf_n floats
-//   vf_zero, vf_set, vf_load, vf_store, vf_load_part, vf_store_part, vf_first, vf_add, vf_mul, vf_fma, vf_div, vf_max,
-//   vf_min, vf_round, vf_scale2, vf_sum4, vf_nonzero, vf_load_f16, vf_load_bf16
+//   vf_zero, vf_set, vf_load, vf_store, vf_load_part, vf_store_part, vf_first, vf_add, vf_fma, vf_div, vf_max, vf_min,
+//   vf_round, vf_scale2, vf_sum4, vf_nonzero, vf_load_f16, vf_load_bf16
 //   block_scale, block_scale_of  how 32 values of x are quantized
+//   matmul_n_x, matmul_v         register tiles: rows of x in matmul_nt, vectors of columns in matmul_nn_add
+// For code_blocks, which a set with block decoders of its own leaves out by defining KERNEL_BODY_WITHOUT_CODE_BLOCKS:
 //   store_quantized              32 values of x as int8, 16 to each of two places
 //   vi, vi_bytes                 a vector of vi_bytes = 4 * vf_n bytes, or of vf_n int32
 //   vi_load, vi_store, vi_zero, vi_set_bytes, vi_negative (of int32), vf_of_ints, vf_of_bytes (int8 in memory)
+//   vf_mul
 //   vf_set2, vf_permute          a number in the even and one in the odd lanes; lanes by their index
 //   vf_add_odd                   sum + the odd lanes of a vector
-//   matmul_n_x, matmul_v         register tiles: rows of x in matmul_nt, vectors of columns in matmul_nn_add
 
 const uint8_t * row_at(const void * rows, size_t stride_bytes, const int32_t * ids, int64_t i) {
     return static_cast<const uint8_t *>(rows) + size_t(ids ? ids[i] : i) * stride_bytes;
@@ -363,6 +365,8 @@ void unpack_row_blocks(int64_t n, const void * row, float * out) {
     add_blocks<B, true>{{n, 0, row, 0, nullptr, 1, 1}, &one, out}.template run<1>(0);
 }
 
+#ifndef KERNEL_BODY_WITHOUT_CODE_BLOCKS
+
 // Block types by their codes: value = c * (code - offset) + minimum_sign * m. A decoder D has
 //   block, block_n               ggml's block and its number of values
 //   group_blocks, group_bytes    what is decoded at once: blocks of 32 values, bytes of the row
@@ -556,6 +560,8 @@ struct code_blocks {
         }
     }
 };
+
+#endif
 
 // matmul_nt: tiles of 4 rows of w and X rows of x in registers, over slices of n that stay in the first-level cache.
 

@@ -8,6 +8,9 @@
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#elif defined(__aarch64__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
 #endif
 
 namespace powerinfer {
@@ -21,6 +24,8 @@ const kernel_table * const tables[] = {
 #endif
     &kernels_avx512,
     &kernels_avx2,
+#elif defined(__aarch64__)
+    &kernels_neon,
 #endif
     &kernels_scalar,
 };
@@ -94,6 +99,13 @@ bool cpu_has_amx() {
 #else
     return false;
 #endif
+}
+
+#elif defined(__aarch64__)
+
+bool cpu_has_neon() {
+    constexpr unsigned long needed = HWCAP_ASIMD | HWCAP_ASIMDDP;
+    return (getauxval(AT_HWCAP) & needed) == needed;
 }
 
 #endif

@@ -66,7 +66,7 @@ struct tile_kernels {
 };
 
 struct kernel_table {
-    const char * name;                     // "scalar", "avx2", "avx512", "amx"
+    const char * name;                     // "scalar", "avx2", "avx512", "amx", "neon"
     bool (*is_supported)();                // can this CPU (and operating system) run the set
     const row_kernels * rows;              // one entry per fast row type
     int n_rows;
@@ -108,6 +108,9 @@ extern const tile_kernels tiles_amx;
 bool cpu_has_avx2();
 bool cpu_has_avx512();
 bool cpu_has_amx();  // asks the operating system for the tile registers
+#elif defined(__aarch64__)
+extern const kernel_table kernels_neon;
+bool cpu_has_neon();
 #endif
 
 }  // namespace powerinfer
