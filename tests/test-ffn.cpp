@@ -269,6 +269,28 @@ std::vector<float> forward(const built & b, const ffn_options & options, const k
     return y;
 }
 
+// Outputs and counts of a call against the reference.
+void check_batch(const built & b, const shape & s, const ffn_options & options, bool exact_type, int64_t n_tokens,
+                 const std::vector<float> & x, const std::vector<float> & y, const ffn_result & result) {
+    int64_t n_active = 0;
+    bool certain = true;
+    for (int64_t t = 0; t < n_tokens; ++t) {
+        int64_t n = 0;
+        const std::vector<double> expected = reference(b.m, s, options.activation, &x[t * s.n_embd], options.threshold,
+                                                       options.product_threshold, n, nullptr);
+        compare(expected, &y[t * s.n_embd], exact_type);
+        certain = certain && !expected.empty();
+        n_active += n;
+    }
+    CHECK(result.n_tokens == static_cast<uint64_t>(n_tokens));
+    CHECK(result.n_candidates == static_cast<uint64_t>(n_tokens * s.n_ff));
+    if (options.mode == ffn_mode::dense) {
+        CHECK(result.n_active == static_cast<uint64_t>(n_tokens * s.n_ff));
+    } else if (exact_type && certain) {
+        CHECK(result.n_active == static_cast<uint64_t>(n_active));
+    }
+}
+
 void test_shape(const shape & s, const kernel_table * kernels) {
     built b;
     build(s, kernels, b);
@@ -289,23 +311,7 @@ void test_shape(const shape & s, const kernel_table * kernels) {
             for (const int n_threads : {1, 2, 3}) {
                 ffn_result result;
                 const std::vector<float> y = forward(b, options, kernels, n_threads, n_tokens, x, result, workspace);
-                int64_t n_active = 0;
-                bool certain = true;
-                for (int64_t t = 0; t < n_tokens; ++t) {
-                    int64_t n = 0;
-                    const std::vector<double> expected = reference(b.m, s, options.activation, &x[t * s.n_embd], options.threshold,
-                                                                   options.product_threshold, n, nullptr);
-                    compare(expected, &y[t * s.n_embd], exact_type);
-                    certain = certain && !expected.empty();
-                    n_active += n;
-                }
-                CHECK(result.n_tokens == static_cast<uint64_t>(n_tokens));
-                CHECK(result.n_candidates == static_cast<uint64_t>(n_tokens * s.n_ff));
-                if (mode == ffn_mode::dense) {
-                    CHECK(result.n_active == static_cast<uint64_t>(n_tokens * s.n_ff));
-                } else if (exact_type && certain) {
-                    CHECK(result.n_active == static_cast<uint64_t>(n_active));
-                }
+                check_batch(b, s, options, exact_type, n_tokens, x, y, result);
                 uint64_t counted = 0;
                 for (const uint32_t n : result.active) {
                     counted += n;
@@ -350,24 +356,8 @@ void test_few_tokens(const shape & s, const kernel_table * kernels) {
             for (const int n_threads : {1, 2, 3}) {
                 ffn_result result;
                 const std::vector<float> y = forward(b, options, kernels, n_threads, n_tokens, x, result, workspace);
-                int64_t n_active = 0;
-                bool certain = true;
-                for (int64_t t = 0; t < n_tokens; ++t) {
-                    int64_t n = 0;
-                    const std::vector<double> expected = reference(b.m, s, options.activation, &x[t * s.n_embd], options.threshold,
-                                                                   options.product_threshold, n, nullptr);
-                    compare(expected, &y[t * s.n_embd], exact_type);
-                    certain = certain && !expected.empty();
-                    n_active += n;
-                }
-                CHECK(result.n_tokens == static_cast<uint64_t>(n_tokens));
-                CHECK(result.n_candidates == static_cast<uint64_t>(n_tokens * s.n_ff));
-                if (mode == ffn_mode::dense) {
-                    CHECK(result.n_active == static_cast<uint64_t>(n_tokens * s.n_ff));
-                    CHECK(result.read_bytes == result.dense_bytes);
-                } else if (exact_type && certain) {
-                    CHECK(result.n_active == static_cast<uint64_t>(n_active));
-                }
+                check_batch(b, s, options, exact_type, n_tokens, x, y, result);
+                CHECK(mode != ffn_mode::dense || result.read_bytes == result.dense_bytes);
 
                 // Other neighbours, same bits.
                 std::vector<float> others = random_values(n_tokens * s.n_embd, 1.0f, s.integers);
@@ -602,7 +592,7 @@ int main() {
                 s.gated = gated;
                 s.biases = biases;
                 test_shape(s, kernels);
-        test_few_tokens(s, kernels);
+                test_few_tokens(s, kernels);
             }
         }
     }

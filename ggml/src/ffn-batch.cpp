@@ -24,8 +24,7 @@ batch_stages::batch_stages(const ffn_layer & layer, const ffn_options & options,
 }
 
 uint64_t batch_stages::finish_gate(int64_t n_rows, const int32_t * ids, float * gate) {
-    const bool approximate = options.mode == ffn_mode::threshold || options.mode == ffn_mode::predicted;
-    const float threshold = approximate ? options.threshold : 0.0f;
+    const float threshold = options.gate_limit();
     const bool add_bias = options.add_biases && !layer.first_bias.empty();
     uint64_t n_candidates = 0;
     for (int64_t t = 0; t < n_tokens; ++t, gate += ld) {
@@ -78,8 +77,7 @@ void batch_stages::finish_up(int64_t n_rows, const int32_t * ids, float * gate, 
 
 uint64_t batch_stages::finish_products(int64_t n_rows, const int32_t * ids, float * products) {
     const bool dense = options.mode == ffn_mode::dense;
-    const bool approximate = options.mode == ffn_mode::threshold || options.mode == ffn_mode::predicted;
-    const float threshold = approximate ? options.product_threshold : 0.0f;
+    const float threshold = options.product_limit();
     uint64_t n_active = 0;
     for (int64_t t = 0; t < n_tokens; ++t, products += ld) {
         if (threshold > 0.0f) {
@@ -162,8 +160,6 @@ enum slot { slot_thread = 16, slot_hidden, slot_marks, slot_any, slot_union, slo
 
 constexpr int64_t tile_rows = 64;      // unpacked rows per tile
 constexpr int64_t step_tokens = 128;   // tokens per product with a tile: more would push the tile out of the L2 cache
-
-uint64_t to_us(double seconds) { return static_cast<uint64_t>(seconds * 1e6 + 0.5); }
 
 struct thread_memory {
     float * weights;  // (tile_rows, max n)
@@ -311,15 +307,7 @@ void forward_chunk(const ffn_layer & layer, const ffn_options & options, const k
 #pragma omp barrier
         // Join in thread order; y is written only here, after the last read of x.
         for (int64_t t = i_thread; t < n_tokens; t += team) {
-            float * row = y + t * ld_y;
-            if (options.add_biases && !layer.down_bias.empty()) {
-                std::memcpy(row, layer.down_bias.data(), n_embd * sizeof(float));
-            } else {
-                std::memset(row, 0, n_embd * sizeof(float));
-            }
-            for (int i = 0; i < team; ++i) {
-                kernels->add(n_embd, sums + (i * n_tokens + t) * n_embd, row);
-            }
+            ffn_join_sums(layer, options, kernels, team, sums + t * n_embd, n_tokens * n_embd, 0, n_embd, y + t * ld_y);
         }
         if (options.count) {
 #pragma omp critical(powerinfer_batch_histograms)
@@ -330,18 +318,16 @@ void forward_chunk(const ffn_layer & layer, const ffn_options & options, const k
         }
     }
 
-    result.n_tokens += n_tokens;
-    result.n_candidates += n_candidates;
-    result.n_active += n_active;
-    result.n_slow_rows += n_slow;
-    result.dense_bytes += layer.matrix_bytes();
-    result.read_bytes += n_gate_rows * layer.first.row_bytes + n_up_rows * layer.second.row_bytes + n_down_rows * layer.down.row_bytes;
-    if (predicted) {
-        result.read_bytes += layer.predictor_bytes();
-    }
-    result.predictor_us += to_us(predictor_s);
-    // Gate, up and down are interleaved tile by tile: their time is told as one.
-    result.up_down_us += to_us(total_s - predictor_s);
+    ffn_tally tally;
+    tally.n_candidates = n_candidates;
+    tally.n_active = n_active;
+    tally.n_gate_rows = n_gate_rows;
+    tally.n_up_rows = n_up_rows;
+    tally.n_down_rows = n_down_rows;
+    tally.n_slow_rows = n_slow;
+    tally.predictor_s = predictor_s;
+    tally.up_down_s = total_s - predictor_s;  // gate, up and down take turns tile by tile: told as one
+    result.add(layer, options, n_tokens, tally);
 }
 
 }  // namespace
@@ -350,7 +336,8 @@ void ffn_forward_batch(const ffn_layer & layer, const ffn_options & options, con
                        int64_t n_tokens, const float * x, int64_t ld_x, float * y, int64_t ld_y,
                        ffn_workspace & workspace, ffn_result & result) {
     // F32 rows keep their 24 bits: they stay with the f32 products.
-    const bool is_f32 = layer.first.row_type == GGML_TYPE_F32 || layer.second.row_type == GGML_TYPE_F32 || layer.down.row_type == GGML_TYPE_F32;
+    const bool is_f32 = layer.first.row_type == GGML_TYPE_F32 || layer.second.row_type == GGML_TYPE_F32 ||
+                        layer.down.row_type == GGML_TYPE_F32;
     const auto forward = kernels->tiles != nullptr && !is_f32 ? ffn_forward_tiles : forward_chunk;
     for (int64_t t = 0; t < n_tokens; t += batch_chunk_tokens) {
         forward(layer, options, kernels, std::max(n_threads, 1), std::min(batch_chunk_tokens, n_tokens - t),

@@ -15,8 +15,6 @@ namespace {
 // Workspace slots of this file; ffn-batch.cpp uses those from 16 on.
 enum slot { slot_thread, slot_scores, slot_ids, slot_values, slot_sums, slot_counts, slot_input, slot_hidden, slot_products };
 
-uint64_t to_us(double seconds) { return static_cast<uint64_t>(seconds * 1e6 + 0.5); }
-
 int64_t share_begin(int64_t total, int i_thread, int n_threads) { return total * i_thread / n_threads; }
 
 // Everything that threads share while one token is computed.
@@ -45,13 +43,6 @@ struct token_job {
     const int32_t * used_ids(int i_thread) const {
         return reinterpret_cast<const int32_t *>(thread_memory + i_thread * thread_bytes);
     }
-};
-
-struct thread_tally {
-    uint64_t n_slow = 0;
-    double predictor_s = 0.0;
-    double gate_s = 0.0;
-    double up_down_s = 0.0;
 };
 
 // What reading the row of ids[i] costs: 64, and more where the row before it is far away, up to 96 from 32 KiB on, which is
@@ -120,11 +111,11 @@ int64_t take_share(const token_job & job, int64_t n_ff, int i_thread, int n_thre
 // Keeps the neurons whose activation is not skipped. ids == nullptr: positions first, first + 1, ...
 int64_t keep_active(const ffn_options & options, const int32_t * ids, int64_t first, int64_t n, const float * activated,
                     int32_t * kept_ids, float * kept_values) {
-    const bool use_threshold = options.mode != ffn_mode::exact && options.threshold > 0.0f;
+    const float limit = options.gate_limit();
     int64_t kept = 0;
     for (int64_t i = 0; i < n; ++i) {
         const float a = activated[i];
-        const bool skip = a == 0.0f || (use_threshold && std::fabs(a) < options.threshold);
+        const bool skip = a == 0.0f || std::fabs(a) < limit;
         kept_ids[kept] = ids ? ids[i] : static_cast<int32_t>(first + i);
         kept_values[kept] = a;
         kept += skip ? 0 : 1;
@@ -178,7 +169,7 @@ public:
     }
 
     // Runs inside the parallel region; contains its barriers.
-    void run(thread_tally & tally) {
+    void run(ffn_tally & tally) {
         const double start = omp_get_wtime();
         if (job_.options.mode == ffn_mode::predicted) {
             predict(tally);
@@ -197,13 +188,13 @@ private:
     int64_t end(int64_t total) const { return share_begin(total, i_ + 1, n_); }
 
     // Fills this thread's segment of the work list with the neurons that the predictor doesn't rule out.
-    void predict(thread_tally & tally) {
+    void predict(ffn_tally & tally) {
         const ffn_layer & layer = job_.layer;
         const int64_t rank = layer.fc1.n_rows;
         row_reader fc1(layer.fc1, job_.kernels);
         row_reader fc2(layer.fc2, job_.kernels);
         fc1.pack(job_.x, scratch_);
-        tally.n_slow += fc1.dot(nullptr, begin(rank), end(rank) - begin(rank), scratch_, job_.hidden + begin(rank), remapped_);
+        tally.n_slow_rows += fc1.dot(nullptr, begin(rank), end(rank) - begin(rank), scratch_, job_.hidden + begin(rank), remapped_);
         if (layer.predictor_relu) {
             ffn_activate(ffn_activation::relu, 0.0f, job_.kernels, end(rank) - begin(rank), job_.hidden + begin(rank));
         }
@@ -211,7 +202,7 @@ private:
         const int64_t from = begin(layer.n_ff);
         const int64_t to = end(layer.n_ff);
         fc2.pack(job_.hidden, scratch_);
-        tally.n_slow += fc2.dot(nullptr, from, to - from, scratch_, job_.scores + from, remapped_);
+        tally.n_slow_rows += fc2.dot(nullptr, from, to - from, scratch_, job_.scores + from, remapped_);
         const float threshold = layer.predictor_threshold;
         int32_t * ids = job_.ids + from;
         int64_t n = 0;
@@ -224,13 +215,13 @@ private:
     }
 
     // Computes act(gate) for this thread's neurons and leaves the active ones, with their values, in own_ids_ / own_values_.
-    void gate(thread_tally & tally) {
+    void gate(ffn_tally & tally) {
         const ffn_layer & layer = job_.layer;
         const ffn_options & options = job_.options;
         first_.pack(job_.x, scratch_);
         if (options.mode == ffn_mode::predicted) {
             const int64_t n = take_share(job_, layer.n_ff, i_, n_, layer.first.stride_bytes, own_ids_, nullptr);
-            tally.n_slow += first_.dot(own_ids_, 0, n, scratch_, up_values_, remapped_);
+            tally.n_slow_rows += first_.dot(own_ids_, 0, n, scratch_, up_values_, remapped_);
             add_bias(layer.first_bias, options.add_biases, own_ids_, 0, n, up_values_);
             ffn_activate(options.activation, layer.activation_param, job_.kernels, n, up_values_);
             n_own_ = keep_active(options, own_ids_, 0, n, up_values_, own_ids_, own_values_);
@@ -239,7 +230,7 @@ private:
         const int64_t from = begin(layer.n_ff);
         const int64_t n = end(layer.n_ff) - from;
         float * values = job_.scores + from;
-        tally.n_slow += first_.dot(nullptr, from, n, scratch_, values, remapped_);
+        tally.n_slow_rows += first_.dot(nullptr, from, n, scratch_, values, remapped_);
         add_bias(layer.first_bias, options.add_biases, nullptr, from, n, values);
         ffn_activate(options.activation, layer.activation_param, job_.kernels, n, values);
         if (options.mode == ffn_mode::dense) {
@@ -256,10 +247,10 @@ private:
         n_own_ = take_share(job_, layer.n_ff, i_, n_, layer.down.stride_bytes, own_ids_, own_values_);
     }
 
-    void up_and_down(thread_tally & tally) {
+    void up_and_down(ffn_tally & tally) {
         const ffn_layer & layer = job_.layer;
         const ffn_options & options = job_.options;
-        const bool use_product = options.mode != ffn_mode::dense && options.mode != ffn_mode::exact && options.product_threshold > 0.0f;
+        const float limit = options.product_limit();
         job_.n_up[i_] = layer.gated ? n_own_ : 0;
         if (layer.gated) {
             second_.pack(job_.x, scratch_);
@@ -275,7 +266,7 @@ private:
             const int32_t * ids = own_ids_ + i;
             float * values = own_values_ + i;
             if (layer.gated) {
-                tally.n_slow += second_.dot(ids, 0, n, scratch_, up_values_, remapped_, n_ahead);
+                tally.n_slow_rows += second_.dot(ids, 0, n, scratch_, up_values_, remapped_, n_ahead);
                 add_bias(layer.second_bias, options.add_biases, ids, 0, n, up_values_);
                 if (options.activation == ffn_activation::drelu) {
                     ffn_activate(ffn_activation::relu, 0.0f, job_.kernels, n, up_values_);
@@ -295,14 +286,13 @@ private:
             int64_t n_used = 0;
             for (int64_t k = 0; k < n; ++k) {
                 const float h = values[k];
-                const bool skip = options.mode != ffn_mode::dense &&
-                                  (h == 0.0f || (use_product && std::fabs(h) * layer.down_norm[ids[k]] < options.product_threshold));
+                const bool skip = options.mode != ffn_mode::dense && (h == 0.0f || std::fabs(h) * layer.down_norm[ids[k]] < limit);
                 used_ids[n_used] = ids[k];
                 used_values[n_used] = h;
                 n_used += skip ? 0 : 1;
             }
             std::copy_n(ids + n, n_ahead - n, used_ids + n_used);
-            tally.n_slow += down_.add(used_ids, 0, n_used, used_values, down_scratch_, sum, remapped_, n_used + n_ahead - n);
+            tally.n_slow_rows += down_.add(used_ids, 0, n_used, used_values, down_scratch_, sum, remapped_, n_used + n_ahead - n);
             std::copy_n(used_ids, n_used, own_ids_ + n_active);
             n_active += n_used;
         }
@@ -311,15 +301,7 @@ private:
         // Join, in thread order.
         const int64_t from = begin(layer.n_embd);
         const int64_t width = end(layer.n_embd) - from;
-        float * y = job_.y + from;
-        if (options.add_biases && !layer.down_bias.empty()) {
-            std::memcpy(y, layer.down_bias.data() + from, width * sizeof(float));
-        } else {
-            std::memset(y, 0, width * sizeof(float));
-        }
-        for (int i = 0; i < n_; ++i) {
-            job_.kernels->add(width, job_.sums + i * layer.n_embd + from, y);
-        }
+        ffn_join_sums(layer, options, job_.kernels, n_, job_.sums + from, layer.n_embd, from, width, job_.y + from);
     }
 
     token_job & job_;
@@ -376,6 +358,35 @@ void count_overlap(const token_job & job, int n_threads, int64_t n_active, activ
 
 }  // namespace
 
+void ffn_result::add(const ffn_layer & layer, const ffn_options & options, int64_t n_added_tokens, const ffn_tally & tally) {
+    auto to_us = [](double seconds) { return static_cast<uint64_t>(seconds * 1e6 + 0.5); };
+    n_tokens += n_added_tokens;
+    n_candidates += tally.n_candidates;
+    n_active += tally.n_active;
+    n_slow_rows += tally.n_slow_rows;
+    dense_bytes += layer.matrix_bytes();
+    read_bytes += tally.n_gate_rows * layer.first.row_bytes + tally.n_up_rows * layer.second.row_bytes +
+                  tally.n_down_rows * layer.down.row_bytes;
+    if (options.mode == ffn_mode::predicted) {
+        read_bytes += layer.predictor_bytes();
+    }
+    predictor_us += to_us(tally.predictor_s);
+    gate_us += to_us(tally.gate_s);
+    up_down_us += to_us(tally.up_down_s);
+}
+
+void ffn_join_sums(const ffn_layer & layer, const ffn_options & options, const kernel_table * kernels, int n_sums, const float * sums,
+                   int64_t stride, int64_t from, int64_t width, float * out) {
+    if (options.add_biases && !layer.down_bias.empty()) {
+        std::memcpy(out, layer.down_bias.data() + from, width * sizeof(float));
+    } else {
+        std::memset(out, 0, width * sizeof(float));
+    }
+    for (int i = 0; i < n_sums; ++i) {
+        kernels->add(width, sums + i * stride, out);
+    }
+}
+
 void ffn_forward(const ffn_layer & layer, const ffn_options & options, const kernel_table * kernels, int n_threads,
                  int64_t n_tokens, const float * x, int64_t ld_x, float * y, int64_t ld_y,
                  ffn_workspace & workspace, ffn_result & result) {
@@ -430,44 +441,33 @@ void ffn_forward(const ffn_layer & layer, const ffn_options & options, const ker
     for (int64_t t = 0; t < n_tokens; ++t) {
         job.x = x + t * ld_x;
         job.y = y + t * ld_y;
-        thread_tally tally;
+        ffn_tally tally;
         uint64_t n_slow = 0;
         int team = n_threads;
 #pragma omp parallel num_threads(n_threads) reduction(+ : n_slow)
         {
             const int i = omp_get_thread_num();
-            thread_tally own;
+            ffn_tally own;
             token_thread(job, i, omp_get_num_threads()).run(own);
-            n_slow += own.n_slow;
+            n_slow += own.n_slow_rows;
             if (i == 0) {
                 tally = own;
                 team = omp_get_num_threads();
             }
         }
 
-        int64_t n_active = 0;
-        int64_t n_up = 0;
-        int64_t n_candidates = 0;
+        tally.n_slow_rows = n_slow;
         for (int i = 0; i < team; ++i) {
-            n_active += job.n_active[i];
-            n_up += job.n_up[i];
-            n_candidates += job.counts[i];
+            tally.n_active += job.n_active[i];
+            tally.n_up_rows += job.n_up[i];
+            tally.n_candidates += options.mode == ffn_mode::predicted ? job.counts[i] : 0;
         }
         if (options.mode != ffn_mode::predicted) {
-            n_candidates = n_ff;
+            tally.n_candidates = n_ff;
         }
-        result.n_tokens += 1;
-        result.n_candidates += n_candidates;
-        result.n_active += n_active;
-        result.n_slow_rows += n_slow;
-        result.dense_bytes += layer.matrix_bytes();
-        result.read_bytes += n_candidates * layer.first.row_bytes + n_up * layer.second.row_bytes + n_active * layer.down.row_bytes;
-        if (options.mode == ffn_mode::predicted) {
-            result.read_bytes += layer.predictor_bytes();
-        }
-        result.predictor_us += to_us(tally.predictor_s);
-        result.gate_us += to_us(tally.gate_s);
-        result.up_down_us += to_us(tally.up_down_s);
+        tally.n_gate_rows = tally.n_candidates;
+        tally.n_down_rows = tally.n_active;
+        result.add(layer, options, 1, tally);
 
         if (options.count) {
             for (int i = 0; i < team; ++i) {
@@ -480,7 +480,7 @@ void ffn_forward(const ffn_layer & layer, const ffn_options & options, const ker
             }
         }
         if (n_tokens == 1 && options.mode != ffn_mode::dense) {
-            count_overlap(job, team, n_active, workspace.last_active(&layer), result);
+            count_overlap(job, team, static_cast<int64_t>(tally.n_active), workspace.last_active(&layer), result);
         }
     }
 }

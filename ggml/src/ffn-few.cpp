@@ -17,8 +17,6 @@ enum slot { slot_thread = 48, slot_hidden, slot_marks, slot_sums };
 // Neurons per step: their rows stay in the L2 cache while all tokens use them. One bit each in a mask.
 constexpr int64_t step_rows = 32;
 
-uint64_t to_us(double seconds) { return static_cast<uint64_t>(seconds * 1e6 + 0.5); }
-
 int n_bits(uint32_t mask) { return __builtin_popcount(mask); }
 
 // The packed x of all tokens for one matrix.
@@ -82,10 +80,9 @@ void ffn_forward_few(const ffn_layer & layer, const ffn_options & options, const
     const int64_t rank = layer.fc1.n_rows;
     const int64_t n_steps = (n_ff + step_rows - 1) / step_rows;
     const bool predicted = options.mode == ffn_mode::predicted;
-    const bool approximate = predicted || options.mode == ffn_mode::threshold;
     const bool dense = options.mode == ffn_mode::dense;
-    const float threshold = approximate ? options.threshold : 0.0f;
-    const float product_threshold = approximate ? options.product_threshold : 0.0f;
+    const float gate_limit = options.gate_limit();
+    const float product_limit = options.product_limit();
 
     const row_reader first(layer.first, kernels);
     const row_reader second(layer.second, kernels);
@@ -184,7 +181,7 @@ void ffn_forward_few(const ffn_layer & layer, const ffn_options & options, const
                 list.add_bias(layer.first_bias, options.add_biases, list.values);
                 ffn_activate(options.activation, layer.activation_param, kernels, list.n, list.values);
                 if (!dense) {
-                    list.keep([&](int32_t, float a) { return a != 0.0f && !(std::fabs(a) < threshold); });
+                    list.keep([&](int32_t, float a) { return a != 0.0f && !(std::fabs(a) < gate_limit); });
                 }
             }
             for (int64_t t = 0; t < n_tokens && layer.gated; ++t) {
@@ -203,7 +200,7 @@ void ffn_forward_few(const ffn_layer & layer, const ffn_options & options, const
                 token_list & list = lists[t];
                 if (!dense) {
                     list.keep([&](int32_t id, float h) {
-                        return h != 0.0f && !(product_threshold > 0.0f && std::fabs(h) * layer.down_norm[id] < product_threshold);
+                        return h != 0.0f && !(std::fabs(h) * layer.down_norm[id] < product_limit);
                     });
                 }
                 down_mask |= list.mask(begin);
@@ -220,32 +217,23 @@ void ffn_forward_few(const ffn_layer & layer, const ffn_options & options, const
         const int64_t width = n_embd * (i_thread + 1) / team - from;
         for (int64_t t = 0; t < n_tokens; ++t) {
             float * out = y + t * ld_y + from;
-            if (options.add_biases && !layer.down_bias.empty()) {
-                std::memcpy(out, layer.down_bias.data() + from, width * sizeof(float));
-            } else {
-                std::memset(out, 0, width * sizeof(float));
-            }
-            for (int i = 0; i < team; ++i) {
-                kernels->add(width, sums + (i * n_tokens + t) * n_embd + from, out);
-            }
+            ffn_join_sums(layer, options, kernels, team, sums + t * n_embd + from, n_tokens * n_embd, from, width, out);
         }
         if (i_thread == 0) {
             total_s = omp_get_wtime() - start;
         }
     }
 
-    result.n_tokens += n_tokens;
-    result.n_candidates += n_candidates;
-    result.n_active += n_active;
-    result.n_slow_rows += n_slow;
-    result.dense_bytes += layer.matrix_bytes();
-    result.read_bytes += n_gate_rows * layer.first.row_bytes + n_up_rows * layer.second.row_bytes + n_down_rows * layer.down.row_bytes;
-    if (predicted) {
-        result.read_bytes += layer.predictor_bytes();
-    }
-    result.predictor_us += to_us(predictor_s);
-    // Gate, up and down take turns step by step: their time is told as one.
-    result.up_down_us += to_us(total_s - predictor_s);
+    ffn_tally tally;
+    tally.n_candidates = n_candidates;
+    tally.n_active = n_active;
+    tally.n_gate_rows = n_gate_rows;
+    tally.n_up_rows = n_up_rows;
+    tally.n_down_rows = n_down_rows;
+    tally.n_slow_rows = n_slow;
+    tally.predictor_s = predictor_s;
+    tally.up_down_s = total_s - predictor_s;  // gate, up and down take turns step by step: told as one
+    result.add(layer, options, n_tokens, tally);
 }
 
 }  // namespace powerinfer

@@ -262,14 +262,7 @@ void ffn_forward_tiles(const ffn_layer & layer, const ffn_options & options, con
             }
             for (int64_t t = 0; t < count; ++t) {
                 float * out = y + (t0 + t) * ld_y + j;
-                if (n_used > 0) {
-                    std::memcpy(out, own.sums + t * slice_columns, n_columns * sizeof(float));
-                } else {
-                    std::memset(out, 0, n_columns * sizeof(float));
-                }
-                if (options.add_biases && !layer.down_bias.empty()) {
-                    kernels->add(n_columns, layer.down_bias.data() + j, out);
-                }
+                ffn_join_sums(layer, options, kernels, n_used > 0 ? 1 : 0, own.sums + t * slice_columns, 0, j, n_columns, out);
             }
         }
         if (options.count) {
@@ -281,18 +274,16 @@ void ffn_forward_tiles(const ffn_layer & layer, const ffn_options & options, con
         }
     }
 
-    result.n_tokens += n_tokens;
-    result.n_candidates += n_candidates;
-    result.n_active += n_active;
-    result.n_slow_rows += n_slow;
-    result.dense_bytes += layer.matrix_bytes();
-    result.read_bytes += n_gate_rows * layer.first.row_bytes + n_up_rows * layer.second.row_bytes + n_down_rows * layer.down.row_bytes;
-    if (predicted) {
-        result.read_bytes += layer.predictor_bytes();
-    }
-    result.predictor_us += static_cast<uint64_t>(predictor_s * 1e6 + 0.5);
-    // Gate and up are interleaved tile by tile: their time and down's is told as one.
-    result.up_down_us += static_cast<uint64_t>((total_s - predictor_s) * 1e6 + 0.5);
+    ffn_tally tally;
+    tally.n_candidates = n_candidates;
+    tally.n_active = n_active;
+    tally.n_gate_rows = n_gate_rows;
+    tally.n_up_rows = n_up_rows;
+    tally.n_down_rows = n_down_rows;
+    tally.n_slow_rows = n_slow;
+    tally.predictor_s = predictor_s;
+    tally.up_down_s = total_s - predictor_s;  // gate and up take turns tile by tile: all is told as one
+    result.add(layer, options, n_tokens, tally);
 }
 
 }  // namespace powerinfer

@@ -80,10 +80,28 @@ struct ffn_options {
     float product_threshold = 0.0f;
     bool add_biases = false;  // the block that was matched includes its bias additions
     bool count = false;       // fill ffn_result's counting arrays
+
+    bool is_approximate() const { return mode == ffn_mode::threshold || mode == ffn_mode::predicted; }
+    // The thresholds that apply in this mode; 0: none.
+    float gate_limit() const { return is_approximate() ? threshold : 0.0f; }
+    float product_limit() const { return is_approximate() ? product_threshold : 0.0f; }
 };
 
 constexpr int ffn_n_bins = 320;        // histogram bins, as in ggml-powerinfer.h
 int ffn_histogram_bin(float value);    // bin of |value|
+
+// What one pass over a block read and used.
+struct ffn_tally {
+    uint64_t n_candidates = 0;  // summed over tokens
+    uint64_t n_active = 0;      // summed over tokens
+    uint64_t n_gate_rows = 0;   // rows read, once for all tokens
+    uint64_t n_up_rows = 0;
+    uint64_t n_down_rows = 0;
+    uint64_t n_slow_rows = 0;
+    double predictor_s = 0.0;
+    double gate_s = 0.0;
+    double up_down_s = 0.0;
+};
 
 // What one call did. Arrays are in position order and only filled when counting, the last three only in dense mode.
 struct ffn_result {
@@ -102,6 +120,8 @@ struct ffn_result {
     std::vector<double> gate_abs_sum;         // (n_ff)
     std::vector<uint64_t> gate_histogram;     // (ffn_n_bins)
     std::vector<uint64_t> product_histogram;  // (ffn_n_bins)
+
+    void add(const ffn_layer & layer, const ffn_options & options, int64_t n_tokens, const ffn_tally & tally);
 };
 
 // The neurons that a layer's last single token used, for the overlap figure.
@@ -169,7 +189,13 @@ inline int64_t ffn_step_neurons(size_t row_bytes) { return row_bytes < 2048 ? 4 
 constexpr int64_t ffn_few_tokens = 16;
 constexpr int64_t ffn_few_tokens_dense = 8;
 
-// 2 to ffn_few_tokens tokens (dense mode: ffn_few_tokens_dense), rows read once for all; called by ffn_forward. Doesn't fill the counting arrays.
+// out (width) = columns from .. from + width - 1 of the down bias, if it is added here, plus n_sums partial results, in order:
+// (width) each, `stride` floats apart.
+void ffn_join_sums(const ffn_layer & layer, const ffn_options & options, const kernel_table * kernels, int n_sums, const float * sums,
+                   int64_t stride, int64_t from, int64_t width, float * out);
+
+// 2 to ffn_few_tokens tokens (dense mode: ffn_few_tokens_dense), rows read once for all; called by ffn_forward.
+// Doesn't fill the counting arrays.
 void ffn_forward_few(const ffn_layer & layer, const ffn_options & options, const kernel_table * kernels, int n_threads,
                      int64_t n_tokens, const float * x, int64_t ld_x, float * y, int64_t ld_y,
                      ffn_workspace & workspace, ffn_result & result);

@@ -21,7 +21,8 @@ struct kernel_set_info {
 };
 POWERINFER_EXPORT std::vector<kernel_set_info> kernel_sets();
 
-// dot, add, unpack: one kernel over the rows of one matrix. ffn: gate dots, then up dots, then down adds, as a token has them.
+// dot, add, unpack: one kernel over the rows of one matrix. ffn: gate dots, then up dots and down adds step by step, as a
+// token has them.
 enum class bench_op { dot, add, unpack, ffn };
 
 // Where a neuron's gate, up and down rows lie. bundle is what ffn_store makes.
