@@ -46,8 +46,8 @@ struct token_job {
 };
 
 // What reading the row of ids[i] costs: 64, and more where the row before it is far away, up to 96 from 32 KiB on, which is
-// what one cache line of a page table covers. Where a hypervisor maps 4-KiB pages, rows of rare neurons take 2 to 4 times as
-// long as neighbours (1000 and 230 ns seen): an even split by number left one of two threads waiting a third of the time.
+// what one cache line of a page table covers. On a virtual machine rows of rare neurons took 2 to 4 times as
+// long as neighbours (1000 and 230 ns): an even split by number left one of two threads waiting a third of the time.
 int64_t row_cost(const int32_t * ids, int64_t i, size_t stride_bytes) {
     const int64_t gap_bytes = i > 0 ? (ids[i] - ids[i - 1]) * static_cast<int64_t>(stride_bytes) : 0;
     return 64 + std::min<int64_t>(32, gap_bytes >> 10);
