@@ -36,7 +36,7 @@ _LEAST_CHUNKS = 2  # of text, as llama.cpp's program asks
 # What a layer must have for a mode, and where it comes from.
 _NEEDS = {
     "threshold": ("thresholds", "calibrate the plan (powerinfer profile)"),
-    "predicted": ("a predictor that can run", "use a plan with predictors that read the FFN input"),
+    "predicted": ("a predictor that can run", "use a plan with predictors"),
 }
 
 
