@@ -5,7 +5,6 @@ Two kinds: SentencePiece BPE (llama.cpp's "llama") and byte-level BPE ("gpt2"). 
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 import itertools
 import json
@@ -64,7 +63,7 @@ class _Vocabulary:
         names: the special tokens ("bos", "eos", "unk") that the file itself names.
         space_prefix: a space is put before text, "llama" only.
         matches_normalized: added tokens that want it are looked for in normalized text, which llama.cpp doesn't do.
-        add: (bos, eos): what is put around text if nothing says otherwise; None if a template decides.
+        add: (begin, end) token is put around text where neither tokenizer.json nor tokenizer_config.json says.
     """
 
     path: Path
@@ -77,7 +76,7 @@ class _Vocabulary:
     names: dict[str, str] = field(default_factory=dict)
     space_prefix: bool = False
     matches_normalized: bool = False
-    add: tuple[bool, bool] | None = None
+    add: tuple[bool, bool] = (False, False)
 
 
 def _need(*modules: str) -> None:
@@ -496,9 +495,11 @@ def _special_ids(
 
 
 def _added_around_text(
-    vocabulary: _Vocabulary, folder: Path, tokenizer_config: dict[str, Any], ids: dict[str, int]
+    vocabulary: _Vocabulary, folder: Path, tokenizer_config: dict[str, Any], ids: dict[str, int], note: Note
 ) -> tuple[bool, bool]:
     """Whether the tokenizer puts the begin and the end token around a text.
+
+    As in transformers 5, tokenizer.json decides where there is one, tokenizer_config.json elsewhere.
 
     Returns:
         (begin, end).
@@ -506,23 +507,25 @@ def _added_around_text(
     Raises:
         FormatError: it adds something else.
     """
-    add = vocabulary.add or (False, False)
+    wanted = (tokenizer_config.get("add_bos_token"), tokenizer_config.get("add_eos_token"))
     path = folder / "tokenizer.json"
-    if path.is_file():
-        backend = _open_backend(path)
-        plain, full = (backend.encode("a", add_special_tokens=special).ids for special in (False, True))
-        ways = {
-            way: [ids["bos"]] * way[0] + plain + [ids["eos"]] * way[1]
-            for way in itertools.product((False, True), repeat=2)
-        }
-        add = next((way for way, tokens in ways.items() if tokens == full), None)
-        if add is None:
-            raise FormatError(
-                f"{path}: the post_processor makes {full} of {plain}; expected at most the begin token {ids['bos']} and "
-                f"the end token {ids['eos']} around it; llama.cpp can add nothing else."
-            )
-    begin, end = tokenizer_config.get("add_bos_token"), tokenizer_config.get("add_eos_token")
-    return (add[0] if begin is None else bool(begin)), (add[1] if end is None else bool(end))
+    if not path.is_file():
+        begin, end = (default if want is None else bool(want) for want, default in zip(wanted, vocabulary.add))
+        return begin, end
+    backend = _open_backend(path)
+    plain, full = (backend.encode("a", add_special_tokens=special).ids for special in (False, True))
+    for begin, end in itertools.product((False, True), repeat=2):
+        if full == [ids["bos"]] * begin + plain + [ids["eos"]] * end:
+            if any(want not in (None, has) for want, has in zip(wanted, (begin, end))):
+                note(
+                    f"{folder}: tokenizer_config.json has add_bos_token {wanted[0]}, add_eos_token {wanted[1]}; "
+                    f"tokenizer.json adds {begin}, {end}, which is taken, as in transformers."
+                )
+            return begin, end
+    raise FormatError(
+        f"{path}: the post_processor makes {full} of {plain}; expected at most the begin token {ids['bos']} and the end "
+        f"token {ids['eos']} around it; llama.cpp can add nothing else."
+    )
 
 
 def _chat_template(folder: Path, tokenizer_config: dict[str, Any]) -> str | list[dict[str, str]] | None:
@@ -607,7 +610,7 @@ def add_tokenizer(writer: gguf.GGUFWriter, folder: Path, config: dict[str, Any],
     vocabulary = _read_vocabulary(folder, tokenizer_config, config, note)
     _add_tokens(vocabulary, folder, tokenizer_config, note)
     ids = _special_ids(vocabulary, folder, tokenizer_config, config, note)
-    begin, end = _added_around_text(vocabulary, folder, tokenizer_config, ids)
+    begin, end = _added_around_text(vocabulary, folder, tokenizer_config, ids, note)
     template = _chat_template(folder, tokenizer_config)
     n_vocab = _pad(vocabulary, folder, config, ids.get("pad"), note)
 
@@ -638,10 +641,13 @@ def _llama_tokens(path: Path, lines: Sequence[str]) -> tuple[list[list[int]], di
     """
     import llama_cpp
 
-    logging.getLogger("llama-cpp-python").setLevel(logging.ERROR)  # what upstream prints while it loads
+    logger = logging.getLogger("llama-cpp-python")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)  # what upstream prints while it loads, warnings as errors
     params = llama_cpp.llama_model_default_params()
     params.vocab_only = True
     model = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
+    logger.setLevel(level)
     if model is None:
         raise FormatError(f"{path}: llama.cpp can't read this vocabulary; expected one that it reads; report this.")
     try:
