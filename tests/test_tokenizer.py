@@ -21,7 +21,6 @@ import pytest
 import sentencepiece
 import tokenizers
 import transformers
-from sentencepiece import sentencepiece_model_pb2
 
 from powerinfer_py.errors import FormatError, OptionError
 from powerinfer_py.tools import hf_tokenizer
@@ -29,7 +28,7 @@ from powerinfer_py.tools.hf_tokenizer import add_tokenizer, check_tokenizer
 from powerinfer_py.tools.pre_tokenizers import NAMES, read_steps
 
 N_LINES = 10_000
-N_ROW_LINES = 1500
+N_ROW_LINES = 800
 SPACE = "\u2581"
 CHAT_TOKENS = ("<|im_start|>", "<|im_end|>")
 END = "<|endoftext|>"
@@ -327,6 +326,21 @@ def test_user_defined_pieces_are_matched_in_raw_text(tmp_path: Path) -> None:
     processor = sentencepiece.SentencePieceProcessor(model_proto=model)
     lines = [line.replace("import", "<code>") for line in mixed_lines(1000, 5)]
     assert_same(lines, llama_ids(out, lines, add_special=False), processor.encode(lines))
+
+
+def test_user_defined_digits_are_common_pieces_and_longer_ones_noted(tmp_path: Path) -> None:
+    """llama.cpp adds a prefix after user-defined tokens, which would put a space after each digit."""
+    out = tmp_path / "x.gguf"
+    model = train_sentencepiece(user_defined_symbols=["<code>", *string.digits])
+    (tmp_path / "tokenizer.model").write_bytes(model)
+    notes = convert(tmp_path, out)
+    assert len(notes) == 1
+    assert "user-defined pieces" in notes[0]
+    assert keys(out)["tokenizer.ggml.token_type"][4:14] == [gguf.TokenType.NORMAL] * 10
+    processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+    lines = mixed_lines(1000, 5)
+    assert_same(lines, llama_ids(out, lines, add_special=False), processor.encode(lines))
+    check_tokenizer(out, tmp_path)
 
 
 def test_sentencepiece_json_whose_merges_lack_a_pair_is_refused(
@@ -678,6 +692,24 @@ def test_added_token_that_eats_spaces_is_noted(gpt2: Path, change: Callable[...,
     assert "lstrip" in notes[0]
 
 
+def test_added_token_sought_in_normalized_text_is_noted(
+    spm_fast: Path, change: Callable[..., Path], tmp_path: Path
+) -> None:
+    """The prefix that the normalizer adds becomes part of such a token in the tokenizers library."""
+    data = json_of(spm_fast)
+    data["added_tokens"][-1]["normalized"] = True
+    notes = convert(change(spm_fast, tokenizer__json=data), tmp_path / "x.gguf")
+    assert len(notes) == 1
+    assert "normalized" in notes[0]
+
+
+def test_no_begin_token_means_none_is_added(spm: Path, change: Callable[..., Path], tmp_path: Path) -> None:
+    folder, out = change(spm, tokenizer_config__json=config_of(spm, bos_token=None)), tmp_path / "x.gguf"
+    assert len(convert(folder, out)) == 1
+    assert keys(out)["tokenizer.ggml.bos_token_id"] == 2
+    assert keys(out)["tokenizer.ggml.add_bos_token"] is False
+
+
 def test_rows_of_the_embedding_beyond_the_tokenizer_get_unused_tokens(spm: Path, tmp_path: Path) -> None:
     """BUG 30: the embedding is padded to a round number of rows."""
     out = tmp_path / "x.gguf"
@@ -814,6 +846,7 @@ def test_broken_json_is_one_clear_error(
     [
         {"tokenizer__json": {"model": {}}},
         {"tokenizer__json": {"model": {"type": "BPE", "vocab": [1], "merges": 5}}},
+        {"tokenizer__json": {"model": {"vocab": {}, "merges": []}, "added_tokens": [1]}},
         {"added_tokens__json": {"<x>": "5"}},
         {"tokenizer_config__json": {"added_tokens_decoder": {"a": {"content": "x"}}}},
         {"tokenizer_config__json": {"added_tokens_decoder": {"1500": {}}}},
@@ -846,9 +879,3 @@ def test_missing_package_names_the_extra(gpt2: Path, tmp_path: Path, monkeypatch
     monkeypatch.setattr(hf_tokenizer.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(OptionError, match=r"tokenizers isn't installed.*powerinfer_py\[convert\]"):
         convert(gpt2, tmp_path / "x.gguf")
-
-
-def test_escaping_of_the_model_file_is_sentencepieces_default() -> None:
-    """The tool refuses other files by this field; the library's trainer can't make one."""
-    proto = sentencepiece_model_pb2.ModelProto()
-    assert proto.normalizer_spec.escape_whitespaces

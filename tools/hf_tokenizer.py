@@ -40,11 +40,17 @@ _PROBE = (
     "1 12 123 1234 12345 1234567890 3.14159 1,000,000 0x1F 2024-01-31T23:59:59Z 50% #42 v1.2.3",
     "def f(x, *a):\n    if x<=b[0] and not c:\n\t\treturn {'k': -1.5e+10}  # note\n\n\nclass A_b: pass\r\n",
     "  two  spaces   three\ttab \t mixed \n \n\n  lines \n\u00a0no-break\u3000wide \u2003em   ",
-    "na\u00efve caf\u00e9 stra\u00dfe \u0141\u00f3d\u017a \u0130stanbul \u00c6sop \u00bfqu\u00e9? \u00abguillemets\u00bb \u201cq\u201d \u2014 \u2026",
-    "\u0428\u0438\u0440\u043e\u043a\u0430\u044f \u044d\u043b\u0435\u043a\u0442\u0440\u0438\u0444\u0438\u043a\u0430\u0446\u0438\u044f \u0415\u0429\u0401 \u03b5\u03bb\u03bb\u03b7\u03bd\u03b9\u03ba\u03ac \u0391\u03b2\u0393 \u0540\u0561\u0575",
-    "\u6211\u60f3\u5728apple\u5de5\u4f5c1314151\u5929\uff5e\u3002 \u6771\u4eac\u30bf\u30ef\u30fc\u306f\u3072\u3089\u304c\u306a\uff01 \ud55c\uad6d\uc5b4 \uac00\ub098\ub2e4",
-    "\u05e9\u05dc\u05d5\u05dd \u0645\u0631\u062d\u0628\u0627 \u0661\u0662\u0663\u0664 \u0928\u092e\u0938\u094d\u0924\u0947 \u0e2a\u0e27\u0e31\u0e2a\u0e14\u0e35 \u2163\u2167 x\u00b2 \u00bd",
-    "\U0001f600\U0001f680 \U0001f468\u200d\U0001f469\u200d\U0001f467 \u2705 \U0001f1e9\U0001f1ea\U0001f44d\U0001f3fd ::))) !!!??? ====---- ''''``` \u2211\u222b\u2260 \u20ac$\u00a3 {[(<>)]} ~^|",
+    "na\u00efve caf\u00e9 stra\u00dfe \u0141\u00f3d\u017a \u0130stanbul \u00c6sop \u00bfqu\u00e9? \u00abguillemet"
+    "s\u00bb \u201cq\u201d \u2014 \u2026",
+    "\u0428\u0438\u0440\u043e\u043a\u0430\u044f \u044d\u043b\u0435\u043a\u0442\u0440\u0438\u0444\u0438\u043a"
+    "\u0430\u0446\u0438\u044f \u0415\u0429\u0401 \u03b5\u03bb\u03bb\u03b7\u03bd\u03b9\u03ba\u03ac \u0391\u03b2"
+    "\u0393 \u0540\u0561\u0575",
+    "\u6211\u60f3\u5728apple\u5de5\u4f5c1314151\u5929\uff5e\u3002 \u6771\u4eac\u30bf\u30ef\u30fc\u306f\u3072"
+    "\u3089\u304c\u306a\uff01 \ud55c\uad6d\uc5b4 \uac00\ub098\ub2e4",
+    "\u05e9\u05dc\u05d5\u05dd \u0645\u0631\u062d\u0628\u0627 \u0661\u0662\u0663\u0664 \u0928\u092e\u0938\u094d"
+    "\u0924\u0947 \u0e2a\u0e27\u0e31\u0e2a\u0e14\u0e35 \u2163\u2167 x\u00b2 \u00bd",
+    "\U0001f600\U0001f680 \U0001f468\u200d\U0001f469\u200d\U0001f467 \u2705 \U0001f1e9\U0001f1ea\U0001f44d"
+    "\U0001f3fd ::))) !!!??? ====---- ''''``` \u2211\u222b\u2260 \u20ac$\u00a3 {[(<>)]} ~^|",
 )
 
 
@@ -187,10 +193,13 @@ def _read_sentencepiece(path: Path, note: Note) -> _Vocabulary:
             f"{normalizer.remove_extra_whitespaces}), llama.cpp doesn't; tokens are the same for text already so."
         )
     types = {i: gguf.TokenType(piece.type) for i, piece in enumerate(proto.pieces)}
-    tokens = {
-        i: piece.piece.replace(_SPACE, " ") if types[i] is gguf.TokenType.USER_DEFINED else piece.piece
-        for i, piece in enumerate(proto.pieces)
-    }
+    tokens = {i: piece.piece for i, piece in enumerate(proto.pieces)}
+    defined = {i for i, kind in types.items() if kind is gguf.TokenType.USER_DEFINED}
+    # No piece joins a user-defined one, so that a single character needs no special care.
+    types.update({i: gguf.TokenType.NORMAL for i in defined if len(tokens[i]) == 1})
+    tokens.update({i: tokens[i].replace(_SPACE, " ") for i in defined if len(tokens[i]) > 1})
+    if normalizer.add_dummy_prefix and gguf.TokenType.USER_DEFINED in types.values():
+        note(f"{path}: has user-defined pieces; llama.cpp puts a space before text after one, SentencePiece doesn't.")
     _check_byte_pieces(path, tokens)
     specials = {"bos": trainer.bos_id, "eos": trainer.eos_id, "unk": trainer.unk_id}
     return _Vocabulary(
@@ -240,10 +249,8 @@ def _space_prefix(path: Path, data: dict[str, Any], note: Note) -> bool:
         scheme = split.get("prepend_scheme") or ("always" if split.get("add_prefix_space", True) else "never")
         if split["replacement"] == _SPACE and not split.get("split", True):
             if scheme != "never":
-                note(
-                    f"{path}: Metaspace adds no space where text begins with one{' or follows a special token' * (scheme == 'first')}; "
-                    "llama.cpp adds it, as SentencePiece does."
-                )
+                where = "where text begins with one" + " or follows a special token" * (scheme == "first")
+                note(f"{path}: Metaspace adds no space {where}; llama.cpp adds it, as SentencePiece does.")
             return scheme != "never"
     raise _refuse_json(path, data, "this pre-tokenizer isn't known")
 
@@ -324,7 +331,7 @@ def _read_tokenizer_json(path: Path, note: Note) -> _Vocabulary:
         types=types,
         scores=_scores(path, plain, pairs),
         space_prefix=space_prefix,
-        matches_normalized=data.get("normalizer") is not None,
+        matches_normalized=space_prefix and data.get("normalizer") is not None,
     )
 
 
@@ -394,18 +401,18 @@ def _added_tokens(folder: Path, tokenizer_config: dict[str, Any]) -> dict[int, d
     Raises:
         FormatError: a file is broken.
     """
-    added = {token["id"]: token for token in _read_json(folder / "tokenizer.json").get("added_tokens", ())}
-    for text, i in _read_json(folder / "added_tokens.json").items():
-        added.setdefault(i, {"content": text})
+    tokenizer_json, texts = _read_json(folder / "tokenizer.json"), _read_json(folder / "added_tokens.json")
     decoder = tokenizer_config.get("added_tokens_decoder") or {}
     try:
+        added = {token["id"]: token for token in tokenizer_json.get("added_tokens", ())}
+        added.update({i: {"content": text} for text, i in texts.items() if i not in added})
         added.update({int(i): token for i, token in decoder.items()})
-        wrong = next((i for i, token in added.items() if not isinstance(i, int) or not token["content"]), None)
-    except (AttributeError, KeyError, TypeError, ValueError):
-        wrong = "in added_tokens_decoder"
-    if wrong is not None:
+        wrong = [i for i, token in added.items() if not isinstance(i, int) or not isinstance(token["content"], str)]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        wrong = [repr(error)]
+    if wrong:
         raise FormatError(
-            f"{folder}: added token {wrong} has no id or no text; expected both; download the files again."
+            f"{folder}: an added token has no id or no text: {wrong[0]}; expected both; download the files again."
         )
     return added
 
@@ -451,7 +458,7 @@ def _special_ids(
         vocabulary: with the added tokens.
 
     Returns:
-        "bos", "eos", and "unk", "pad", "eot" if there are any.
+        "eos", and "bos", "unk", "pad", "eot" if there are any.
 
     Raises:
         FormatError: a token isn't in the vocabulary, or nothing names the end of a text.
@@ -478,10 +485,6 @@ def _special_ids(
             f"{folder}: nothing names the token that ends a text; expected eos_token in tokenizer_config.json or "
             "eos_token_id in config.json; llama.cpp would take a token of its own choice. Add it."
         )
-    if "bos" not in ids:
-        # Without the key llama.cpp takes id 1 or 11, whatever that is.
-        note(f"{folder}: no token begins a text; the end token stands for it, and none is added.")
-        ids["bos"] = ids["eos"]
     ends = _read_json(folder / "generation_config.json").get("eos_token_id") or config.get("eos_token_id")
     if isinstance(ends, list):
         others = [i for i in ends if i in vocabulary.tokens and i != ids["eos"]]
@@ -511,11 +514,11 @@ def _added_around_text(
     path = folder / "tokenizer.json"
     if not path.is_file():
         begin, end = (default if want is None else bool(want) for want, default in zip(wanted, vocabulary.add))
-        return begin, end
+        return begin and "bos" in ids, end
     backend = _open_backend(path)
     plain, full = (backend.encode("a", add_special_tokens=special).ids for special in (False, True))
     for begin, end in itertools.product((False, True), repeat=2):
-        if full == [ids["bos"]] * begin + plain + [ids["eos"]] * end:
+        if full == [ids.get("bos")] * begin + plain + [ids["eos"]] * end:
             if any(want not in (None, has) for want, has in zip(wanted, (begin, end))):
                 note(
                     f"{folder}: tokenizer_config.json has add_bos_token {wanted[0]}, add_eos_token {wanted[1]}; "
@@ -523,7 +526,7 @@ def _added_around_text(
                 )
             return begin, end
     raise FormatError(
-        f"{path}: the post_processor makes {full} of {plain}; expected at most the begin token {ids['bos']} and the end "
+        f"{path}: the post_processor makes {full} of {plain}; expected at most the begin token {ids.get('bos')} and the end "
         f"token {ids['eos']} around it; llama.cpp can add nothing else."
     )
 
@@ -611,6 +614,10 @@ def add_tokenizer(writer: gguf.GGUFWriter, folder: Path, config: dict[str, Any],
     _add_tokens(vocabulary, folder, tokenizer_config, note)
     ids = _special_ids(vocabulary, folder, tokenizer_config, config, note)
     begin, end = _added_around_text(vocabulary, folder, tokenizer_config, ids, note)
+    if "bos" not in ids:
+        # Without the key llama.cpp takes id 1 or 11, whatever that is.
+        note(f"{folder}: no token begins a text; the end token stands for it, and none is added.")
+        ids["bos"] = ids["eos"]
     template = _chat_template(folder, tokenizer_config)
     n_vocab = _pad(vocabulary, folder, config, ids.get("pad"), note)
 
