@@ -228,7 +228,9 @@ def evaluate(model: Original, tokens: Sequence[int]) -> Evaluation:
 
     def attention(x: torch.Tensor, blk: str) -> torch.Tensor:
         if model.architecture == "falcon":
-            q, k, v = linear(x, f"{blk}.attn_qkv").split([model.n_head * head, model.n_kv * head, model.n_kv * head], -1)
+            q, k, v = linear(x, f"{blk}.attn_qkv").split(
+                [model.n_head * head, model.n_kv * head, model.n_kv * head], -1
+            )
         else:
             q, k, v = (linear(x, f"{blk}.attn_{letter}") for letter in "qkv")
         q = rotated(q.view(n, model.n_head, head))
@@ -319,5 +321,3 @@ def write_split(
     writer.write_tensors_to_file()
     writer.close()
     return set_magic(path)
-
-

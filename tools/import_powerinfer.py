@@ -475,7 +475,7 @@ class Importer:
             self.note(f"predictors read the residual stream, not the FFN's input: {why}.")
             return Predictors("residual", threshold, layers)
         folded: list[tuple[Rows, Rows] | None] = []
-        most_changed, row_types = 0.0, set()
+        most_changed, row_types = 0.0, set()  # types that aren't the file's
         for i, layer in enumerate(layers):
             if layer is None:
                 folded.append(None)
@@ -486,13 +486,11 @@ class Importer:
                 self.fall_back(f"layer {i}: {error} All predictors read the residual stream.")
                 return Predictors("residual", threshold, layers)
             most_changed = max(most_changed, changed)
-            row_types.add((layer[0].row_type, fc1.row_type))
+            row_types |= {fc1.row_type} - {layer[0].row_type}
             folded.append((spool.keep(fc1), layer[1]))
-        for old, new in sorted(row_types):
-            if old != new:
-                self.note(
-                    f"predictors: fc1 was {row_type_name(old)}, with the norm folded in it is {row_type_name(new)}."
-                )
+        if row_types:
+            names = " or ".join(row_type_name(row_type) for row_type in sorted(row_types))
+            self.note(f"predictors: fc1 is stored as {names}: its own type can't hold the norm folded in.")
         if most_changed:
             self.note(
                 f"predictors: rounding fc1 with the norm folded in changes at most {100 * most_changed:.3f} % of a layer's "
@@ -521,7 +519,9 @@ class Importer:
             powerinfer_files.check_predictor(where, *shapes, model.n_embd, n_ff)
             layers.append((model.rows(names[0]), model.rows(names[1])))
         if lacking:
-            self.fall_back(f"{model.file.path}: no fc1.weight and fc2.weight, so no predictor, in layers {', '.join(lacking)}.")
+            self.fall_back(
+                f"{model.file.path}: no fc1.weight and fc2.weight, so no predictor, in layers {', '.join(lacking)}."
+            )
         return model.threshold, layers
 
     def _folded(self, norm_name: str, fc1: Rows, fc2: Rows) -> tuple[Rows, float]:
