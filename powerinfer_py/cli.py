@@ -36,6 +36,7 @@ VERBS = {
         "add_rebind_arguments",
         "run_rebind",
     ),
+    "import": Verb("powerinfer_py.tools.import_powerinfer", "take over a model of the original PowerInfer"),
     "inspect": Verb("powerinfer_py.tools.inspect_model", "what a GGUF or a plan says"),
     "synthetic": Verb("powerinfer_py.tools.synthetic_model", "write a sparse model of any shape, with its plan"),
 }
