@@ -1,0 +1,51 @@
+"""What verbs that run for long share on the terminal: progress bars, and notes that are said once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+# (what, how many) -> a context that gives a function to call once per step; step(text) says how far things are
+Steps = Callable[[str, int], AbstractContextManager[Callable[..., None]]]
+
+
+@contextmanager
+def progress_steps() -> Iterator[Steps]:
+    """Progress bars on stderr, one at a time, when that is a terminal.
+
+    Yields:
+        What starts one.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description:<20}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+
+        @contextmanager
+        def steps(what: str, n: int) -> Iterator[Callable[..., None]]:
+            task = progress.add_task(what, total=n)
+
+            def step(text: str | None = None) -> None:
+                progress.update(task, advance=1, description=text)
+
+            try:
+                yield step
+            finally:
+                progress.remove_task(task)
+
+        yield steps
+
+
+def note_once() -> Callable[[str], None]:
+    """A function that hands each note to logging the first time it is said."""
+    said: set[str] = set()
+
+    def note(text: str) -> None:
+        if text not in said:
+            said.add(text)
+            logging.getLogger("powerinfer_py").warning("%s", text)
+
+    return note
