@@ -48,7 +48,7 @@ _BUFFER_BYTES = 64 << 20  # of rows that libllama holds at once; its default is 
 _SUMS, _COUNTS = ".in_sum2", ".counts"
 _MAX_ENTRIES = 1 << 20  # of an importance matrix
 _POLL_SECONDS = 0.1
-_ERROR_LEVEL = 3
+_ERROR_LEVEL = 4  # GGML_LOG_LEVEL_ERROR
 _TENSOR_LINE = re.compile(rb"\[ *\d+/ *\d+\]")
 
 
