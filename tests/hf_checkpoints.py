@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import functools
 import json
-import sys
-import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tiny_models
 import torch
 import transformers
 from safetensors.torch import save_file
@@ -29,18 +26,6 @@ SCALES = {"scale_emb": 12.0, "scale_depth": 1.4, "dim_model_base": 16}  # MiniCP
 torch.set_num_threads(2)
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
-
-
-def stand_in_tokenizer() -> types.ModuleType:
-    """A module in hf_tokenizer's place: the checkpoints here have no tokenizer of their own."""
-    module = types.ModuleType("powerinfer_py.tools.hf_tokenizer")
-    module.add_tokenizer = lambda writer, folder, config, note: tiny_models._add_vocab(writer, config["vocab_size"])
-    return module
-
-
-def use_stand_in_tokenizer() -> None:
-    """For programs that tests start."""
-    sys.modules["powerinfer_py.tools.hf_tokenizer"] = stand_in_tokenizer()
 
 
 @dataclass

@@ -44,7 +44,7 @@ STOCK_RIGHT = {"llama-silu", "mistral-silu", "qwen2", "qwen3", "falcon-gelu", "n
 
 @pytest.fixture(autouse=True)
 def tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "powerinfer_py.tools.hf_tokenizer", hf.stand_in_tokenizer())
+    monkeypatch.setitem(sys.modules, "powerinfer_py.tools.hf_tokenizer", tiny_models.stand_in_tokenizer())
 
 
 @pytest.fixture
@@ -99,6 +99,8 @@ def kl(found: np.ndarray, expected: np.ndarray) -> float:
 
 @pytest.mark.parametrize("family", hf.FAMILIES)
 def test_logits_are_those_of_transformers(tmp_path: Path, family: str) -> None:
+    if family == "turbosparse":
+        pytest.importorskip("powerinfer_py.tools.powerinfer_files")
     oracle = hf.FAMILIES[family]()
     out = convert(oracle.save(tmp_path / "hf"))
     expected = oracle.logits(TOKENS)
@@ -611,10 +613,9 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 MEASURE = """
 import sys, threading, time
 sys.path.insert(0, {tests!r})
-import hf_checkpoints
-hf_checkpoints.use_stand_in_tokenizer()
+import tiny_models
+sys.modules["powerinfer_py.tools.hf_tokenizer"] = tiny_models.stand_in_tokenizer()
 from powerinfer_py import cli
-from powerinfer_py.tools import convert_hf_to_powerinfer_gguf
 
 def anonymous():
     with open("/proc/self/status") as file:
@@ -642,12 +643,12 @@ print(code, peak - before)
 @pytest.mark.parametrize("outtype", ["f16", "q8_0"])
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc")
 def test_memory_is_that_of_a_few_tensors(tmp_path: Path, outtype: str) -> None:
-    n_layer, n_embd, n_ff = 40, 256, 1024
+    n_layer, n_embd, n_ff = 24, 128, 1024
     config = {"hidden_size": n_embd, "intermediate_size": n_ff, "num_hidden_layers": n_layer}
     model = hf.FAMILIES["llama-relu"](**config).save(tmp_path / "hf", kind="bin" if outtype == "f16" else "safetensors", shard="20MB")  # fmt: skip
     small = hf.FAMILIES["llama-relu"]().save(tmp_path / "small")
     n_bytes = sum(path.stat().st_size for path in model.iterdir())
-    assert n_bytes > 150e6
+    assert n_bytes > 40e6
     code = MEASURE.format(
         tests=str(ROOT / "tests"),
         small=str(small),
@@ -659,7 +660,7 @@ def test_memory_is_that_of_a_few_tensors(tmp_path: Path, outtype: str) -> None:
     exit_code, peak = map(int, done.stdout.split()[-2:])
     assert exit_code == 0
     # a tensor has 1 MB; libllama's buffers and what malloc keeps come on top
-    assert peak < 0.2 * n_bytes, f"{peak / 1e6:.0f} MB for a model of {n_bytes / 1e6:.0f} MB"
+    assert peak < 0.25 * n_bytes, f"{peak / 1e6:.0f} MB for a model of {n_bytes / 1e6:.0f} MB"
 
 
 @pytest.mark.parametrize(

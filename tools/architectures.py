@@ -528,7 +528,8 @@ class _Config:
         if n_layer > MAX_BLOCK_COUNT:
             self.wrong(self.key("num_hidden_layers", "n_layer"), f"at most {MAX_BLOCK_COUNT}")
         n_kv = self.count("num_key_value_heads", "num_kv_heads", "n_head_kv", default=n_head)
-        if family is _FALCON and not self.values.get("new_decoder_architecture"):
+        # before transformers had Falcon, n_head_kv was there in the new decoder only
+        if family is _FALCON and not (self.values.get("new_decoder_architecture") or "n_head_kv" in self.values):
             n_kv = 1 if self.values.get("multi_query", True) else n_head
         given = self.values.get("head_dim") is not None
         if n_head % n_kv or not (given or n_embd % n_head == 0):

@@ -91,7 +91,7 @@ def convert(options: ConvertOptions, steps: Steps, note: Note) -> Plan:
 
     def fallback(text: str) -> None:
         if options.strict:
-            raise FormatError(f"strict: {text}")
+            raise FormatError(f"{text} --strict refuses that; leave it out to go on.")
         note(text)
 
     model = read_model(options.model, note, fallback)
@@ -120,11 +120,14 @@ def convert(options: ConvertOptions, steps: Steps, note: Note) -> Plan:
         if options.text:
             plan = _profiled(base, model, options, folder, steps, note)
         with ExitStack() as stack, steps("plan", len(plan.layers)) as step:
+            model_base = BaseModel(base)
             spill = _Spill(stack.enter_context((folder / "rows").open("w+b")))
             layers = []
             for i, layer in enumerate(plan.layers):
                 layer = replace(layer, activation_param=model.activation_param)
-                layer = with_rows(model, i, layer, base, outtype, predictors, n_threads=n_threads, fallback=fallback)
+                layer = with_rows(
+                    model, i, layer, model_base, outtype, predictors, n_threads=n_threads, fallback=fallback
+                )
                 layers.append(spill.layer(layer if counts is None else _ordered(layer, counts, i, note)))
                 step()
             plan = replace(plan, layers=tuple(layers), base_file=base.name if options.sidecar else "")
@@ -264,15 +267,12 @@ def _imatrix(path: Path, outtype: str, model: HfModel, fallback: Note) -> dict[s
     if outtype in _FLOATS:
         raise OptionError(f"imatrix: given with --outtype {outtype}; expected a quantized type; leave it out.")
     imatrix = read_imatrix(path)
-    # libllama never asks for the embeddings' importance
-    missing = [
-        source.name
-        for source in model.sources
-        if len(source.shape) == 2 and source.name not in imatrix and source.name.startswith("blk.")
-    ]
-    if len(missing) == sum(len(s.shape) == 2 and s.name.startswith("blk.") for s in model.sources):
+    # embeddings and head have no entry as a rule
+    wished = [s.name for s in model.sources if len(s.shape) == 2 and s.name.startswith("blk.")]
+    missing = [name for name in wished if name not in imatrix]
+    if missing == wished:
         raise FormatError(
-            f"{path}: has no entry for {missing[0]}; expected the model's tensors; make it with this model."
+            f"{path}: has no entry for {wished[0]}; expected the model's tensors; make it with this model."
         )
     if missing:
         fallback(f"{path}: has no entry for {len(missing)} tensors, such as {missing[0]}; they are quantized without.")
@@ -361,7 +361,7 @@ def with_rows(
     model: HfModel,
     i_layer: int,
     layer: PlanLayer,
-    base: Path,
+    base: BaseModel,
     outtype: str,
     predictors: _Predictors | None,
     *,
@@ -385,7 +385,7 @@ def with_rows(
     """
     order = slice(None) if layer.neuron_order is None else layer.neuron_order
     source = model.source(f"blk.{i_layer}.ffn_down.weight")
-    wished = BaseModel(base).tensor(source.name).type
+    wished = base.tensor(source.name).type
     row_type = pi_format.derived_row_type(wished, model.shape.n_embd)
     if row_type != wished:
         fallback(
