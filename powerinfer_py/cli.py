@@ -31,6 +31,7 @@ VERBS = {
         "powerinfer_py.tools.convert_hf_to_powerinfer_gguf", "a Hugging Face checkpoint to an extended GGUF"
     ),
     "profile": Verb("powerinfer_py.tools.profile_activations", "run text through a model and write its plan"),
+    "perplexity": Verb("powerinfer_py.tools.perplexity", "quality of the sparsity modes against dense on a text"),
     "pack": Verb("powerinfer_py.tools.pack_plan", "one file from base and sidecar", "add_pack_arguments", "run_pack"),
     "rebind": Verb(
         "powerinfer_py.tools.pack_plan",
@@ -38,6 +39,7 @@ VERBS = {
         "add_rebind_arguments",
         "run_rebind",
     ),
+    "import": Verb("powerinfer_py.tools.import_powerinfer", "take over a model of the original PowerInfer"),
     "inspect": Verb("powerinfer_py.tools.inspect_model", "what a GGUF or a plan says"),
     "synthetic": Verb("powerinfer_py.tools.synthetic_model", "write a sparse model of any shape, with its plan"),
 }

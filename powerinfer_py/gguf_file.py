@@ -105,13 +105,16 @@ class GgufTensor:
 class GgufFile:
     """The checked header of a GGUF. Holds a read-only mapping of the file until it is garbage collected."""
 
-    def __init__(self, path: str | os.PathLike[str], *, offset: int = 0, size: int | None = None) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], *, offset: int = 0, size: int | None = None, magic: bytes = b"GGUF"
+    ) -> None:
         """Reads and checks the header.
 
         Args:
             path: the file.
             offset: byte where the GGUF starts in it.
             size: its size in bytes; None: up to the end of the file.
+            magic: its first 4 bytes; files of the original PowerInfer have others.
 
         Raises:
             FormatError: the file can't be read, isn't a GGUF, is truncated, or damaged.
@@ -132,6 +135,7 @@ class GgufFile:
         self._bytes = whole[offset : n_bytes if size is None else offset + size]
         self._buffer = memoryview(self._bytes)
         self.size = len(self._bytes)
+        self._magic = magic
         self.values: dict[str, GgufValue] = {}
         self.tensors: dict[str, GgufTensor] = {}
         self._parse()
@@ -241,13 +245,13 @@ class GgufFile:
             raise self._error(f"{self.size} bytes; expected a GGUF, which has {HEADER_BYTES} or more; {COPY_AGAIN}")
         magic = bytes(self._buffer[:4])
         version, n_tensors, n_keys = struct.unpack_from("<IQQ", self._buffer, 4)
-        if magic == b"PWRI":
-            raise self._error(
-                "starts with 'PWRI', a file of the original PowerInfer; expected 'GGUF'; "
-                "convert the original model to GGUF and make a plan for it (powerinfer profile)."
-            )
-        if magic != b"GGUF":
-            raise self._error(f"starts with {_shown(magic)}; expected 'GGUF'; give a GGUF file.")
+        if magic != self._magic:
+            if magic == b"PWRI":
+                raise self._error(
+                    "starts with 'PWRI', a file of the original PowerInfer; expected 'GGUF'; "
+                    "import it (powerinfer import)."
+                )
+            raise self._error(f"starts with {_shown(magic)}; expected {_shown(self._magic)}; give a file of that kind.")
         if version & 0xFFFF == 0:
             raise self._error("the GGUF is big-endian; expected little-endian; convert it for this machine.")
         if version not in (2, 3):

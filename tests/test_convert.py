@@ -99,8 +99,6 @@ def kl(found: np.ndarray, expected: np.ndarray) -> float:
 
 @pytest.mark.parametrize("family", hf.FAMILIES)
 def test_logits_are_those_of_transformers(tmp_path: Path, family: str) -> None:
-    if family == "turbosparse":
-        pytest.importorskip("powerinfer_py.tools.powerinfer_files")
     oracle = hf.FAMILIES[family]()
     out = convert(oracle.save(tmp_path / "hf"))
     expected = oracle.logits(TOKENS)
@@ -293,7 +291,6 @@ def test_sidecar_leaves_the_base_beside_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["llama-relu", "bamboo", "opt", "nemotron"])
 def test_any_neuron_order_gives_the_same_logits(tmp_path: Path, family: str) -> None:
-    pytest.importorskip("powerinfer_py.tools.powerinfer_files")
     oracle = hf.FAMILIES[family]()
     folder = oracle.save(tmp_path / "hf")
     (tmp_path / "activation").mkdir()
@@ -309,7 +306,6 @@ def test_any_neuron_order_gives_the_same_logits(tmp_path: Path, family: str) -> 
 
 
 def test_predictors_in_the_checkpoint_skip_what_the_original_skips(tmp_path: Path) -> None:
-    pytest.importorskip("powerinfer_py.tools.powerinfer_files")
     folder = hf.turbosparse().save(tmp_path / "hf")
     masked = hf.turbosparse(masked=True)
     (tmp_path / "activation").mkdir()
@@ -330,7 +326,6 @@ def test_predictors_in_the_checkpoint_skip_what_the_original_skips(tmp_path: Pat
 def test_predictor_folder_reads_the_ffn_input_where_that_is_the_same(
     tmp_path: Path, family: str, threshold: float, wished: str
 ) -> None:
-    pytest.importorskip("powerinfer_py.tools.powerinfer_files")
     oracle = hf.FAMILIES[family]()
     (tmp_path / "predictor").mkdir()
     (tmp_path / "predictor" / "config.json").write_text(json.dumps({"sparse_threshold": threshold}))

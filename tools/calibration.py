@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +14,9 @@ from powerinfer_py.format import BaseModel, Plan
 from . import thresholds
 from .profile_state import ProfileState
 from .row_types import row_bytes
+from .terminal import Steps
 from .text_runner import Runner
+from .token_scores import TokenScores
 
 # Where the two tests are probed: shares of rows skipped in one layer, near what 2 % loss allows.
 _PROBED_DOWN_SHARE = 0.5
@@ -23,8 +24,6 @@ _PROBED_UP_SHARE = 0.25
 _MAX_SEARCH_STEPS = 10
 _SEARCH_TOLERANCE = 0.05  # of the target
 
-# (what, how many) -> a context that gives a function to call once per step
-Steps = Callable[[str, int], AbstractContextManager[Callable[[], None]]]
 Edges = tuple[int, int]  # of |a| and of the impact, see thresholds.LayerCurves
 
 
@@ -50,16 +49,6 @@ class Loss:
     def relative(self) -> float:
         """Relative increase of perplexity."""
         return math.expm1(self.increase)
-
-
-def _divergence(log_p: np.ndarray, log_q: np.ndarray) -> float:
-    """Mean Kullback-Leibler divergence of q from p, nats; (n, n_vocab) log-probabilities each."""
-    p = np.exp(log_p)
-    change = log_q - log_p
-    # log E[e^change] - E[change] is the divergence too, and keeps its digits where the two are close
-    return float(
-        (np.log1p((p * np.expm1(change)).sum(1, dtype=np.float64)) - (p * change).sum(1, dtype=np.float64)).mean()
-    )
 
 
 def layer_row_bytes(plan: _core.Plan) -> list[tuple[int, int, int]]:
@@ -100,7 +89,7 @@ class Calibration:
         with self.steps("dense outputs", len(windows)) as step:
             dense = []
             for window in windows:
-                dense.append(self.runner.log_probabilities(window))
+                dense.append(self.runner.scored(window).copy())
                 step()
         plan.set_capture(None)
         with self.steps("activations", len(self.covered)) as step:
@@ -130,7 +119,7 @@ class Calibration:
                 )
             )
 
-    def _price(self, i_layer: int, test: int, windows: np.ndarray, dense: Sequence[np.ndarray]) -> float:
+    def _price(self, i_layer: int, test: int, windows: np.ndarray, dense: Sequence[TokenScores]) -> float:
         """KL divergence per dropped energy when one layer alone skips by one test."""
         curves = self.curves[i_layer]
         skipped, energy, share = (
@@ -145,7 +134,7 @@ class Calibration:
         values = [(0.0, 0.0)] * self.plan.n_layer
         values[i_layer] = (thresholds.bin_edge(edge), 0.0) if test == 0 else (0.0, thresholds.bin_edge(edge))
         self.runner.set_thresholds(values)
-        found = [_divergence(p, self.runner.log_probabilities(window)) for window, p in zip(windows, dense)]
+        found = [scores.divergences(self.runner.scored(window)).mean() for window, scores in zip(windows, dense)]
         return max(float(np.mean(found)), 0.0) / energy[edge]
 
     def edges_within(self, what: str, limit: float) -> list[Edges]:

@@ -63,12 +63,12 @@ def pack(base: Path, sidecar: Path, output: Path) -> None:
         PlanError: the plan is another model's, or carries one already.
         OptionError: the output is one of the inputs.
     """
-    _refuse_same(output, base, sidecar)
+    refuse_same(output, base, sidecar)
     plan = pi_format.read_plan(sidecar)
     if plan.is_embedded:
         raise PlanError(f"{sidecar}: carries its base model already; expected a sidecar; use it as it is.")
     plan.open_base(base)
-    with _progress(f"Packing {output.name}") as progress:
+    with byte_progress(f"Packing {output.name}") as progress:
         pi_format.write_plan(replace(plan, base_file=""), output, base_embedded=base, progress=progress)
 
 
@@ -87,16 +87,16 @@ def extract(packed: Path, output: Path) -> Path:
         PlanError: it carries no base model, or another one than its plan's.
         OptionError: the output is the input, or no name for a model.
     """
-    _refuse_same(output, packed)
+    refuse_same(output, packed)
     if output.suffix != ".gguf" or output.name.endswith(pi_format.SIDECAR_SUFFIX):
         raise OptionError(f"-o: {output}; expected the base model's name, ending in .gguf; name it so.")
     sidecar = output.with_name(output.name.removesuffix(".gguf") + pi_format.SIDECAR_SUFFIX)
-    _refuse_same(sidecar, packed)
+    refuse_same(sidecar, packed)
     plan = pi_format.read_plan(packed)
     if not plan.is_embedded:
         raise PlanError(f"{packed}: carries no base model; expected a packed file; there is nothing to extract.")
     whole = plan.open_base().files[0].whole()
-    with _progress(f"Extracting {output.name}") as progress, pi_format.atomic_path(output) as temporary:
+    with byte_progress(f"Extracting {output.name}") as progress, pi_format.atomic_path(output) as temporary:
         with open(temporary, "wb") as out:
             pi_format.copy_bytes(out, whole, lambda n: progress(n, len(whole)))
         pi_format.write_plan(replace(plan, base_file=output.name), sidecar)
@@ -119,7 +119,7 @@ def rebind(plan_path: Path, base: Path, output: Path) -> pi_format.Plan:
         PlanError: the plan stores ffn_down_t, or the base has other shapes.
         OptionError: the output is the base model.
     """
-    _refuse_same(output, base)
+    refuse_same(output, base)
     plan = pi_format.read_plan(plan_path)
     for i, layer in enumerate(plan.layers):
         if layer.ffn_down_t is not None:
@@ -196,14 +196,15 @@ def run_rebind(args: argparse.Namespace) -> int:
     return 0
 
 
-def _refuse_same(output: Path, *inputs: Path) -> None:
+def refuse_same(output: Path, *inputs: Path) -> None:
+    """Raises OptionError when the file to write is one of the inputs."""
     for path in inputs:
         if output.exists() and path.exists() and os.path.samefile(output, path):
             raise OptionError(f"-o: {output} is an input; expected another file; name a new one.")
 
 
 @contextmanager
-def _progress(title: str) -> Iterator[pi_format.Progress]:
+def byte_progress(title: str) -> Iterator[pi_format.Progress]:
     """A progress bar on stderr when that is a terminal."""
     console = Console(stderr=True)
     columns = (

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import logging
 import math
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -32,9 +31,10 @@ from powerinfer_py.format import (
 )
 
 from . import plot_profile
-from .calibration import Calibration, Loss, Steps, layer_row_bytes
+from .calibration import Calibration, Loss, layer_row_bytes
 from .profile_state import ProfileState
 from .row_types import row_type_id, rows_of
+from .terminal import Steps, note_once, progress_steps
 from .text_runner import Runner, text_windows
 from .thresholds import CALIBRATED_ACTIVATIONS
 
@@ -45,7 +45,6 @@ _MIN_HELD_OUT_WINDOWS = 2
 _MIN_WINDOWS = _N_PROBE_WINDOWS + 3 * _MIN_HELD_OUT_WINDOWS
 # Of the windows, each: those that choose the thresholds, those that measure the result.
 _HELD_OUT_SHARE = 0.2
-_N_DECODED_TOKENS = 128  # decoded one by one for the bytes that decoding reads
 _LITTLE_SAVED = 0.1  # share of FFN bytes below which the report says that there is little to be had
 
 
@@ -282,7 +281,7 @@ def _run(
             )
         layers.append(layer)
     base_bytes = [sum(t.n_bytes for t in base.ffn(i).values()) for i, layer in enumerate(plan.layers) if layer.n_ff]
-    stats = _decode_stats(runner, windows[counted[0]])
+    stats = runner.decode_stats(windows[counted[0]])
     has_thresholds = any(map(any, values))
     return Profile(
         plan=replace(
@@ -320,16 +319,6 @@ def _count(runner: Runner, windows: np.ndarray, state: ProfileState, steps: Step
             state.active, state.counted = active, counted
             state.save_sometimes()
             step()
-
-
-def _decode_stats(runner: Runner, window: np.ndarray) -> dict[str, Any]:
-    """The plan's statistics of decoding a window's second half token by token."""
-    first = len(window) // 2
-    runner.decode(window[:first])
-    runner.plan.reset_stats()
-    for i in range(first, min(len(window), first + _N_DECODED_TOKENS)):
-        runner.decode(window[i : i + 1], i)
-    return runner.plan.stats()
 
 
 # ---- Command line --------------------------------------------------------------------------------------------------
@@ -457,16 +446,9 @@ def run(args: argparse.Namespace) -> int:
         The exit code.
     """
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     options = _options(args)
-    notes: set[str] = set()
-
-    def note(text: str) -> None:
-        if text not in notes:
-            notes.add(text)
-            logging.getLogger("powerinfer_py").warning("%s", text)
-
+    note = note_once()
     if options.plot is not None:
         try:
             plot_profile.check_plot()
@@ -475,18 +457,7 @@ def run(args: argparse.Namespace) -> int:
                 raise
             note(str(error))
             options = replace(options, plot=None)
-    columns = (TextColumn("{task.description:<20}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-
-        @contextmanager
-        def steps(what: str, n: int) -> Iterator[Callable[[], None]]:
-            task = progress.add_task(what, total=n)
-            try:
-                yield lambda: progress.advance(task)
-            finally:
-                progress.remove_task(task)
-
+    with progress_steps() as steps:
         profile = make_profile(options, steps, note)
     print_profile(profile, options, Console())
     if options.plot is not None:

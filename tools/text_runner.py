@@ -8,9 +8,12 @@ from __future__ import annotations
 import codecs
 import ctypes
 import logging
+import os
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import llama_cpp
 import numpy as np
@@ -18,53 +21,71 @@ import numpy as np
 from powerinfer_py import _core
 from powerinfer_py.errors import FormatError, OptionError, PlanError
 
+from .token_scores import TokenScores
+
 # Thresholds of a layer that skips nothing: `threshold` mode without a fallback note.
 _NEVER = float(np.finfo(np.float32).tiny)
+_N_DECODED_TOKENS = 128  # decoded one by one for the bytes that decoding reads
 
 
 class Runner:
-    """A model whose FFNs the device computes, run over windows of tokens. Works in `with`."""
+    """A model whose FFNs the device computes, run over windows of tokens. Works in `with`.
+
+    Attributes:
+        plan: the plan; None: upstream computes.
+        vocab: llama.cpp's vocabulary.
+        n_ctx: tokens per window.
+        n_vocab: tokens that the vocabulary has.
+        bos: the token that texts begin with; None where the vocabulary adds none.
+        decode_s: seconds that all decodes took so far.
+    """
 
     def __init__(
         self,
-        plan_path: Path,
-        model: Path,
+        plan_path: Path | None,
+        model: Path | None,
         *,
         n_ctx: int,
         n_threads: int | None = None,
         sparsity: str = "dense",
         strict: bool = False,
         mapped: bool = False,
+        count: bool = True,
         note: Callable[[str], None],
     ) -> None:
         """Loads it.
 
         Args:
-            plan_path: the plan to run.
-            model: its base.
+            plan_path: the plan to run; None: stock llama.cpp runs the model.
+            model: its base; None: embedded in the plan, or beside it.
             n_ctx: tokens per window.
             n_threads: None: physical cores allowed.
             sparsity: the mode.
             strict: a fallback is an error instead of a note.
             mapped: weights stay in the mapped file.
+            count: the plan counts activations.
             note: receives the core's notes.
 
         Raises:
             PlanError: the model can't be loaded, or its context is shorter than a window.
         """
         self.n_ctx = n_ctx
+        self.plan = None
+        self.decode_s = 0.0
         self._stack = ExitStack()
         with ExitStack() as stack:
-            self.plan = _core.Plan.open(
-                plan_path,
-                model,
-                sparsity=sparsity,
-                strict=strict,
-                mapped=mapped,
-                count=True,
-                note=note,
-            )
-            stack.callback(self.plan.close)
+            if plan_path is not None:
+                self.plan = _core.Plan.open(
+                    plan_path,
+                    model,
+                    sparsity=sparsity,
+                    strict=strict,
+                    mapped=mapped,
+                    count=count,
+                    note=note,
+                )
+                stack.callback(self.plan.close)
+                model = self.plan.base_path
             self._load(stack, model, n_threads or _core.physical_cores())
             self._stack = stack.pop_all()
 
@@ -72,14 +93,21 @@ class Runner:
         logging.getLogger("llama-cpp-python").setLevel(logging.ERROR)  # what upstream prints while it loads
         params = llama_cpp.llama_model_default_params()
         params.n_gpu_layers = 0
-        self._model = self.plan.load_model(ctypes.addressof(params))
+        if self.plan is not None:
+            self._model = self.plan.load_model(ctypes.addressof(params))
+        else:
+            self._model = llama_cpp.llama_model_load_from_file(os.fsencode(model), params)
+            if self._model is None:
+                raise PlanError(
+                    f"{model}: stock llama.cpp could not load it; expected a model; see its messages above."
+                )
         stack.callback(llama_cpp.llama_model_free, self._model)
         self.vocab = llama_cpp.llama_model_get_vocab(self._model)
         if llama_cpp.llama_vocab_type(self.vocab) == llama_cpp.LLAMA_VOCAB_TYPE_NONE:
             raise PlanError(f"{model}: it has no vocabulary; expected one, to read text; use a model with a tokenizer.")
         n_ctx_train = llama_cpp.llama_model_n_ctx_train(self._model)
         if self.n_ctx > n_ctx_train:
-            raise OptionError(f"ctx: {self.n_ctx}; the model was trained with {n_ctx_train}; pass a smaller --ctx.")
+            raise OptionError(f"ctx: {self.n_ctx}; the model was trained with {n_ctx_train}; pass a smaller -c.")
         context = llama_cpp.llama_context_default_params()
         context.n_ctx = context.n_batch = self.n_ctx
         context.n_ubatch = min(self.n_ctx, context.n_ubatch)
@@ -87,12 +115,14 @@ class Runner:
         context.no_perf = True
         self._context = llama_cpp.llama_init_from_model(self._model, context)
         if self._context is None:
-            raise PlanError(f"{model}: no context of {self.n_ctx} tokens could be made; pass a smaller --ctx.")
+            raise PlanError(f"{model}: no context of {self.n_ctx} tokens could be made; pass a smaller -c.")
         stack.callback(llama_cpp.llama_free, self._context)
         self._memory = llama_cpp.llama_get_memory(self._context)
         self._batch = llama_cpp.llama_batch_init(self.n_ctx, 0, 1)
         stack.callback(llama_cpp.llama_batch_free, self._batch)
         self.n_vocab = llama_cpp.llama_vocab_n_tokens(self.vocab)
+        has_bos = llama_cpp.llama_vocab_get_add_bos(self.vocab)
+        self.bos = llama_cpp.llama_vocab_bos(self.vocab) if has_bos else None
 
     def __enter__(self) -> Runner:
         return self
@@ -115,16 +145,18 @@ class Runner:
             raise FormatError(f"text: {len(data)} bytes make more than {n_max} tokens; expected at most one per byte.")
         return tokens[:n].copy()
 
-    def decode(self, tokens: np.ndarray, n_past: int = 0) -> np.ndarray:
-        """Runs tokens, logits of all of them requested: the last layer sees only rows whose logits are.
+    def decode(self, tokens: np.ndarray, n_past: int = 0, i_first: int = 0) -> np.ndarray:
+        """Runs tokens.
 
         Args:
             tokens: (n,) int32.
             n_past: tokens in the context before them; 0 empties it.
+            i_first: the first of them whose logits are requested. The last layer sees only those.
 
         Returns:
-            (n, n_vocab) float32, valid until the next decode.
+            (n - i_first, n_vocab) float32, valid until the next decode.
         """
+        start = time.perf_counter()
         if n_past == 0:
             llama_cpp.llama_memory_clear(self._memory, True)
         batch = self._batch
@@ -134,40 +166,43 @@ class Runner:
             batch.pos[i] = n_past + i
             batch.n_seq_id[i] = 1
             batch.seq_id[i][0] = 0
-            batch.logits[i] = 1
+            batch.logits[i] = i >= i_first
         code = llama_cpp.llama_decode(self._context, batch)
         if code != 0:
             raise PlanError(f"llama_decode: it ended with {code}; expected 0; see llama.cpp's messages above.")
-        return np.ctypeslib.as_array(llama_cpp.llama_get_logits(self._context), shape=(n, self.n_vocab))
+        logits = llama_cpp.llama_get_logits(self._context)  # waits for them
+        self.decode_s += time.perf_counter() - start
+        return np.ctypeslib.as_array(logits, shape=(n - i_first, self.n_vocab))
 
-    def scored(self, window: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def scored(self, window: np.ndarray, *, whole: bool = True) -> TokenScores:
         """Runs a window; its second half counts, as in llama.cpp's perplexity.
 
         Args:
             window: (n_ctx,) int32.
+            whole: the last layer sees the first half too, which costs time: for who counts activations.
 
         Returns:
-            logits (n_scored, n_vocab) float32 of the tokens that follow, valid until the next decode; the logarithm of
-            the sum of their exponentials (n_scored, 1) float64; those tokens (n_scored,) int32.
+            Scores of the second half but its last place, valid until the next decode.
         """
         first = self.n_ctx // 2
-        window = window.copy()
-        if llama_cpp.llama_vocab_get_add_bos(self.vocab):
-            window[0] = llama_cpp.llama_vocab_bos(self.vocab)
-        logits = self.decode(window)[first:-1]
-        top = logits.max(axis=1, keepdims=True)
-        log_sum = top + np.log(np.exp(logits - top).sum(axis=1, keepdims=True, dtype=np.float64))
-        return logits, log_sum, window[first + 1 :]
-
-    def log_probabilities(self, window: np.ndarray) -> np.ndarray:
-        """(n_scored, n_vocab) float32 log-probabilities of a window's second half."""
-        logits, log_sum, _ = self.scored(window)
-        return logits - log_sum.astype(np.float32)
+        tokens = window.copy()
+        if self.bos is not None:
+            tokens[0] = self.bos
+        logits = self.decode(tokens)[first:] if whole else self.decode(tokens, i_first=first)
+        return TokenScores.of(logits[:-1], window[first + 1 :])
 
     def likelihood(self, window: np.ndarray) -> float:
         """Mean negative log-likelihood of a window's second half, nats per token."""
-        logits, log_sum, tokens = self.scored(window)
-        return float((log_sum[:, 0] - logits[np.arange(len(tokens)), tokens]).mean())
+        return float(self.scored(window).negative_log_likelihoods().mean())
+
+    def decode_stats(self, window: np.ndarray) -> dict[str, Any]:
+        """The plan's statistics of decoding a window's second half, or its beginning, token by token."""
+        first = len(window) // 2
+        self.decode(window[:first])
+        self.plan.reset_stats()
+        for i in range(first, min(len(window), first + _N_DECODED_TOKENS)):
+            self.decode(window[i : i + 1], i)
+        return self.plan.stats()
 
     def set_thresholds(self, values: Sequence[tuple[float, float]]) -> None:
         """Sets (threshold, product_threshold) per layer, and the mode that uses them."""
@@ -177,18 +212,18 @@ class Runner:
         self.plan.set_sparsity("threshold")
 
 
-def read_text(path: Path, max_bytes: int) -> tuple[str, int]:
-    """The beginning of a text file.
+def read_text(path: Path, max_bytes: int | None = None) -> tuple[str, int]:
+    """A text file, or its beginning.
 
     Args:
         path: UTF-8; bytes that aren't are replaced.
-        max_bytes: at most; a character that this would cut is left out.
+        max_bytes: at most; a character that this would cut is left out. None: all.
 
     Returns:
         The text, and how many characters were replaced.
 
     Raises:
-        FormatError: it can't be read.
+        FormatError: it can't be read, or isn't text.
     """
     try:
         with path.open("rb") as file:
@@ -196,6 +231,8 @@ def read_text(path: Path, max_bytes: int) -> tuple[str, int]:
             whole = not file.read(1)
     except OSError as error:
         raise FormatError(f"{path}: {error.strerror}; expected a text file; check the path.") from None
+    if b"\0" in data:
+        raise FormatError(f"{path}: it holds zero bytes; expected text, UTF-8; convert it, or give another file.")
     text = codecs.getincrementaldecoder("utf-8")("replace").decode(data, final=whole)
     own = data.count("\N{REPLACEMENT CHARACTER}".encode())
     return text, text.count("\N{REPLACEMENT CHARACTER}") - own

@@ -330,7 +330,7 @@ private:
         if (std::memcmp(magic, "PWRI", 4) == 0) {
             return error_at(where_,
                             "starts with 'PWRI', a file of the original PowerInfer; expected 'GGUF'; "
-                            "convert the original model to GGUF and make a plan for it (powerinfer profile).");
+                            "import it (powerinfer import).");
         }
         if (std::memcmp(magic, GGUF_MAGIC, 4) != 0) {
             return error_at(where_, "starts with '", shown({magic, 4}), "'; expected 'GGUF'; give a GGUF file.");
