@@ -27,6 +27,9 @@ class Verb:
 VERBS = {
     "run": Verb("powerinfer_py.cli", "generate text", "add_run_arguments", "run_model"),
     "bench": Verb("powerinfer_py.bench", "speed of the sparsity modes against stock llama.cpp, or of each kernel"),
+    "convert": Verb(
+        "powerinfer_py.tools.convert_hf_to_powerinfer_gguf", "a Hugging Face checkpoint to an extended GGUF"
+    ),
     "profile": Verb("powerinfer_py.tools.profile_activations", "run text through a model and write its plan"),
     "perplexity": Verb("powerinfer_py.tools.perplexity", "quality of the sparsity modes against dense on a text"),
     "pack": Verb("powerinfer_py.tools.pack_plan", "one file from base and sidecar", "add_pack_arguments", "run_pack"),

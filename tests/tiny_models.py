@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import types
 from pathlib import Path
 
 import gguf
@@ -70,6 +71,13 @@ def _add_vocab(writer: gguf.GGUFWriter, n_vocab: int) -> None:
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_add_bos_token(True)
+
+
+def stand_in_tokenizer() -> types.ModuleType:
+    """A module in hf_tokenizer's place, for checkpoints that have no tokenizer of their own."""
+    module = types.ModuleType("powerinfer_py.tools.hf_tokenizer")
+    module.add_tokenizer = lambda writer, folder, config, note: _add_vocab(writer, config["vocab_size"])
+    return module
 
 
 def write_tiny_model(

@@ -33,7 +33,7 @@ from powerinfer_py.format import (
 from . import plot_profile
 from .calibration import Calibration, Loss, layer_row_bytes
 from .profile_state import ProfileState
-from .row_types import quantize_rows, row_type_id
+from .row_types import row_type_id, rows_of
 from .terminal import Steps, note_once, progress_steps
 from .text_runner import Runner, text_windows
 from .thresholds import CALIBRATED_ACTIVATIONS
@@ -70,6 +70,7 @@ class ProfileOptions:
     resume: bool = False
     strict: bool = False
     mapped: bool = False
+    keeps_state: bool = True  # when it is stopped by Ctrl-C
 
 
 @dataclass(frozen=True)
@@ -123,10 +124,7 @@ def down_rows(base: BaseModel, i_layer: int, options: ProfileOptions) -> Rows:
     """Down rows of one layer, neuron-major, in the base's order and the type wished for."""
     values = np.ascontiguousarray(base.rows_f32(base.ffn(i_layer)["down"].name).T)
     row_type = derived_row_type(row_type_id(options.down_type), values.shape[1])
-    data = quantize_rows(values, row_type.name, n_threads=options.threads or _core.physical_cores())
-    if row_type.name in ("F32", "F16"):
-        data = data.view(np.float32 if row_type.name == "F32" else np.float16)
-    return Rows(row_type, data, values.shape[1])
+    return rows_of(values, row_type, n_threads=options.threads or _core.physical_cores())
 
 
 def make_profile(options: ProfileOptions, steps: Steps, note: Callable[[str], None]) -> Profile:
@@ -194,6 +192,8 @@ def make_profile(options: ProfileOptions, steps: Steps, note: Callable[[str], No
         try:
             result = _run(options, base, plan, runner, windows, corpus, state, steps, note)
         except KeyboardInterrupt:
+            if not options.keeps_state:
+                raise
             state.save()
             note(f"stopped; what was found is kept in {state.path}; the same command with --resume goes on.")
             raise

@@ -14,6 +14,7 @@ import gguf
 import numpy as np
 
 from powerinfer_py.errors import OptionError
+from powerinfer_py.format import Rows
 
 
 class _TypeTraits(ctypes.Structure):
@@ -99,6 +100,23 @@ def quantize_rows(values: np.ndarray, row_type: str, *, n_threads: int = 1) -> n
 
     _run_parts(quantize_part, n_rows, n_threads)
     return rows
+
+
+def rows_of(values: np.ndarray, row_type: gguf.GGMLQuantizationType, *, n_threads: int = 1) -> Rows:
+    """Rows of a plan.
+
+    Args:
+        values: (n_rows, n_values) float32, C-contiguous.
+        row_type: their type; n_values must be whole blocks of it (derived_row_type).
+        n_threads: rows are shared out between them.
+    Returns:
+        The rows; floats as numpy has them, other types as bytes.
+    Raises:
+        OptionError: a type that needs an importance matrix, or rows that aren't whole blocks.
+    """
+    data = quantize_rows(values, row_type.name, n_threads=n_threads)
+    float_type = {"F32": np.float32, "F16": np.float16}.get(row_type.name)
+    return Rows(row_type, data if float_type is None else data.view(float_type), values.shape[1])
 
 
 def dequantize_rows(
