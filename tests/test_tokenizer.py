@@ -16,12 +16,14 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import gguf
+import hf_checkpoints
 import llama_cpp
 import pytest
 import sentencepiece
 import tokenizers
 import transformers
 
+from powerinfer_py import Llama, cli
 from powerinfer_py.errors import FormatError, OptionError
 from powerinfer_py.tools import hf_tokenizer
 from powerinfer_py.tools.hf_tokenizer import add_tokenizer, check_tokenizer
@@ -527,8 +529,37 @@ def test_check_finds_a_wrong_pre_tokenizer(pre: str, qwen2: Path, tmp_path: Path
     name = b"\x05\0\0\0\0\0\0\0qwen2"
     assert written.count(name) == 1
     bad.write_bytes(written.replace(name, len(pre).to_bytes(8, "little") + pre.encode()))
-    with pytest.raises(FormatError, match=r"tokenizer\.json has it"):
+    with pytest.raises(FormatError, match=r"tokenizer\.json: llama\.cpp reads .* expected"):
         check_tokenizer(bad, qwen2)
+
+
+@pytest.fixture
+def checkpoint(gpt2: Path, tmp_path: Path) -> Path:
+    """Weights and tokenizer in one folder."""
+    folder = hf_checkpoints.FAMILIES["llama-relu"](vocab_size=1502).save(tmp_path / "checkpoint")
+    for path in gpt2.iterdir():
+        shutil.copy(path, folder)
+    hf_checkpoints.change_config(folder, bos_token_id=0, eos_token_id=0)
+    return folder
+
+
+def test_converted_model_reads_text_as_its_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.powerinfer.gguf"
+    assert cli.main(["convert", str(checkpoint), "-o", str(out), "--outtype", "f32"]) == 0
+    lines = mixed_lines(100, 3)
+    wanted = transformers.AutoTokenizer.from_pretrained(checkpoint)(lines).input_ids
+    with Llama(str(out), n_ctx=64, verbose=False) as model:
+        assert_same(lines, [model.tokenize(line.encode(), add_bos=False) for line in lines], wanted)
+
+
+def test_convert_refuses_a_tokenizer_that_llama_cpp_reads_otherwise(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(hf_tokenizer, "NAMES", dict.fromkeys(NAMES, "qwen2"))
+    out = tmp_path / "out.powerinfer.gguf"
+    assert cli.main(["convert", str(checkpoint), "-o", str(out), "--outtype", "f32"]) == 1
+    assert "llama.cpp reads the line" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint"]
 
 
 def test_probe_has_lines_that_every_normalizer_keeps() -> None:

@@ -77,6 +77,7 @@ def stand_in_tokenizer() -> types.ModuleType:
     """A module in hf_tokenizer's place, for checkpoints that have no tokenizer of their own."""
     module = types.ModuleType("powerinfer_py.tools.hf_tokenizer")
     module.add_tokenizer = lambda writer, folder, config, note: _add_vocab(writer, config["vocab_size"])
+    module.check_tokenizer = lambda gguf_path, folder: None
     return module
 
 

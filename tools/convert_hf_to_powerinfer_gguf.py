@@ -109,6 +109,7 @@ def convert(options: ConvertOptions, steps: Steps, note: Note) -> Plan:
     with tempfile.TemporaryDirectory(prefix=f".{outfile.name}.", suffix=".tmp", dir=outfile.parent) as temporary:
         folder = Path(temporary)
         base = folder / (outfile.name.removesuffix(SIDECAR_SUFFIX) + ".gguf")
+        _check_vocabulary(model, folder / "vocabulary.gguf")
         write_base(model, base, outtype, imatrix, n_threads=n_threads, steps=steps, note=note)
         plan = pi_format.bare_plan(base, model.activation)
         stock_activation = pi_format.bare_plan(base).activation
@@ -238,6 +239,22 @@ def _write_floats(model: HfModel, path: Path, outtype: str | None, steps: Steps,
                 step()
     finally:
         writer.close()
+
+
+def _check_vocabulary(model: HfModel, path: Path) -> None:
+    """Refuses a tokenizer that llama.cpp would read otherwise, before any weight is read."""
+    from powerinfer_py.tools.hf_tokenizer import add_tokenizer, check_tokenizer
+
+    writer = gguf.GGUFWriter(path, model.architecture)
+    try:
+        model.add_keys(writer)
+        add_tokenizer(writer, model.checkpoint.folder, model.config, lambda text: None)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+    finally:
+        writer.close()
+    check_tokenizer(path, model.checkpoint.folder)
 
 
 def _float_type(model: HfModel, source: Source, outtype: str | None) -> str:

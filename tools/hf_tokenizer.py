@@ -734,7 +734,6 @@ def check_tokenizer(gguf_path: Path, folder: Path) -> None:
             before = "".join(texts[token] for token in tokens[max(0, i - 3) : i])
             piece = f"{tokens[i]} {texts[tokens[i]]!a}" if i < len(tokens) else "the end"
             raise FormatError(
-                f"{gguf_path}: in the line {line!a} token {i}, after {before!a}, is {piece}; expected "
-                f"{wanted[i] if i < len(wanted) else 'the end'}, as {path} has it; llama.cpp would read other text than the "
-                "model was trained on. This tokenizer can't be converted."
+                f"{path}: llama.cpp reads the line {line!a} otherwise: its token {i}, after {before!a}, is {piece}; expected "
+                f"{wanted[i] if i < len(wanted) else 'the end'}, as this file has it; the model was trained on other tokens. This tokenizer can't be converted."
             )
