@@ -183,8 +183,9 @@ status block_options(const ffn_block & block, bool has_residual, ffn_options & o
     if (options.mode != ffn_mode::predicted || !owner->data.predictor_reads_residual || has_residual) {
         return {};
     }
-    const std::string text = owner->data.path + ": the predictors read the residual stream, which doesn't arrive in this graph (an "
-        "observer, an adapter, or attention beside the FFN on another device); `exact` is used; run without these, or in another mode.";
+    const std::string text = owner->data.path + ": the predictors read the residual stream, which this graph doesn't deliver (its FFN's "
+        "output isn't added to what its norm reads, or an observer or another device has the addition); `exact` is used; use a plan "
+        "with predictors that read the FFN input, or another mode.";
     if (owner->options.strict) {
         owner->fail(text);
         return status::error(text);
