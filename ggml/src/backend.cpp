@@ -12,9 +12,12 @@ namespace powerinfer {
 
 namespace {
 
-// A layer whose residual arrives in a later split than its FFN: the block then only keeps x, and all of it is computed there.
+enum slot { slot_residual = 64, slot_output };  // of the workspace, behind those of the FFN's paths
+
+// A layer whose residual arrives in a later split than its FFN (with attention beside the FFN, whose output projection lies
+// between): the block then only keeps x and writes zeros, and all of it is computed where the residual is added.
 struct late_residual {
-    const ggml_cgraph * graph = nullptr;  // the block's split. An observed graph comes in pieces, each another object: nothing waits then
+    const ggml_cgraph * graph = nullptr;  // the block's split; an observed one runs as other objects, and nothing waits then
     const ggml_tensor * add = nullptr;    // the residual's addition, in a split of ours too; nullptr: it isn't
 };
 
@@ -28,15 +31,9 @@ struct waiting_block {
 
 struct backend_state {
     int n_threads = 1;
+    ffn_workspace workspace;
     std::map<std::pair<const opened_plan *, int>, late_residual> late;  // by plan and layer, of the graph that was split last
     waiting_block waiting;
-
-    // Where the residual of a block comes that runs in `graph`; nullptr: nowhere later.
-    const ggml_tensor * late_add(const ffn_block & block, const ggml_cgraph * graph) const {
-        const auto found = late.find({block.owner, block.i_layer});
-        return found != late.end() && found->second.graph == graph ? found->second.add : nullptr;
-    }
-    ffn_workspace workspace;
     // The last activation that this instance computed per layer: a down projection checks that its input is that.
     std::vector<std::pair<const opened_plan *, std::vector<const ggml_tensor *>>> products;
 
@@ -48,6 +45,12 @@ struct backend_state {
         }
         products.emplace_back(owner, std::vector<const ggml_tensor *>(owner->data.layers.size(), nullptr));
         return products.back().second[i_layer];
+    }
+
+    // The later addition of the residual of a block that runs in `graph`; nullptr: there is none.
+    const ggml_tensor * late_add(const ffn_block & block, const ggml_cgraph * graph) const {
+        const auto found = late.find({block.owner, block.i_layer});
+        return found != late.end() && found->second.graph == graph ? found->second.add : nullptr;
     }
 };
 
@@ -150,13 +153,11 @@ void capture_input(opened_plan * owner, int i_layer, const ggml_tensor * x) {
     capture(i_layer, x->ne[1], x->ne[0], rows.data(), user_data);
 }
 
-enum slot { slot_residual = 64, slot_output };
-
-// y += rows, element by element. rows: (n_tokens, n_embd), ld_rows floats apart.
-void add_rows(const backend_state & state, const kernel_table * kernels, ggml_tensor * y, const float * rows, int64_t ld_rows) {
+// y += rows. rows: (n_tokens, n_embd) without gaps.
+void add_rows(const backend_state & state, const kernel_table * kernels, ggml_tensor * y, const float * rows) {
 #pragma omp parallel for num_threads(state.n_threads) if (y->ne[1] > 1) schedule(static)
     for (int64_t t = 0; t < y->ne[1]; ++t) {
-        kernels->add(y->ne[0], rows + t * ld_rows, row_at(y, t, 0, 0));
+        kernels->add(y->ne[0], rows + t * y->ne[0], row_at(y, t, 0, 0));
     }
 }
 
@@ -240,7 +241,7 @@ status run_block(backend_state & state, const ffn_block & block, const ggml_cgra
     compute_block(state, block, options, n_tokens, static_cast<const float *>(x->data), x->nb[1] / sizeof(float),
                   static_cast<float *>(y->data), y->nb[1] / sizeof(float), options.mode == ffn_mode::predicted ? r : nullptr, layer.n_embd);
     if (r != nullptr) {
-        add_rows(state, owner->kernels, y, r, layer.n_embd);
+        add_rows(state, owner->kernels, y, r);
     }
     return {};
 }
@@ -250,11 +251,12 @@ void run_waiting_block(backend_state & state, ggml_tensor * node) {
     const ffn_block & block = state.waiting.block;
     const ggml_tensor * residual = node->src[1];
     const int64_t n_embd = block.store->layer().n_embd;
+    GGML_ASSERT(static_cast<int64_t>(state.waiting.x.size()) == ggml_nelements(node) && "the residual has the rows of the FFN's input");
     float * y = state.workspace.array<float>(slot_output, node->ne[1] * n_embd);
     compute_block(state, block, state.waiting.options, node->ne[1], state.waiting.x.data(), n_embd, y, n_embd,
                   static_cast<const float *>(residual->data), residual->nb[1] / sizeof(float));
     binary_rows(node, [](float a, float b) { return a + b; });
-    add_rows(state, block.owner->kernels, node, y, n_embd);
+    add_rows(state, block.owner->kernels, node, y);
     state.waiting.add = nullptr;
 }
 
