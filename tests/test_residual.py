@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import ctypes
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import llama_cpp
 import numpy as np
 import pytest
+import test_preload
 from reference_model import ReferenceModel
 from test_llama import write_lora
 
@@ -48,15 +50,23 @@ class Case:
         tiny_plan: the fixture.
         wanted: about where the thresholds are; 0: exactly there.
         control: (N_LAYER, n_embd) control vector; None: none.
+        tokens: (n_sequences, n_tokens) what is evaluated.
+        options: of the plan.
     """
 
     def __init__(
-        self, path: Path, tiny_plan: Callable[..., Path], wanted: float, control: np.ndarray | None = None
+        self,
+        path: Path,
+        tiny_plan: Callable[..., Path],
+        wanted: float,
+        control: np.ndarray | None = None,
+        tokens: np.ndarray = TOKENS,
+        **options: object,
     ) -> None:
         self.path = path
         self.reference = ReferenceModel(path)
-        self.n_candidates = np.zeros((N_LAYER, N_SEQUENCES, N_TOKENS), np.int64)
-        options = {"activation": "relu", "order_seed": ORDER_SEED, "predictor": "mlp", "rank": RANK}
+        self.n_candidates = np.zeros((N_LAYER, *tokens.shape), np.int64)
+        options = {"activation": "relu", "order_seed": ORDER_SEED, "predictor": "mlp", "rank": RANK, **options}
         plan = read_plan(tiny_plan(path, predictor_input="residual", **options))
         thresholds = []
 
@@ -73,7 +83,7 @@ class Case:
             self.n_candidates[i] = used.sum(-1)
             return self.reference.relu_ffn(i, x, used)
 
-        self.logits = self.reference.logits(TOKENS, ffn, control)
+        self.logits = self.reference.logits(tokens, ffn, control)
         self.file = tiny_plan(path, predictor_input="residual", predictor_threshold=thresholds, **options)
 
     def candidates(self, steps: list[Step]) -> int:
@@ -393,3 +403,25 @@ def test_splits_change_only_where_a_residual_comes_later(
     assert n_splits(predictor="mlp", predictor_input="residual", predictor_layers=[]) == plain
     later = 2 * N_LAYER if arch == "falcon" else 0  # one more of ours per layer, and stock nodes before it
     assert n_splits(predictor="mlp", predictor_input="residual") == plain + later
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_preloaded_plan_runs_in_an_unmodified_program(
+    arch: str, tiny_model: Callable[..., Path], tiny_plan: Callable[..., Path], tmp_path: Path
+) -> None:
+    path = Path(shutil.copy(tiny_model(arch, n_layer=N_LAYER, n_ff=1024), tmp_path))  # beside its plan
+    # small enough that `auto` takes it
+    case = Case(path, tiny_plan, 0.4, tokens=np.array([test_preload.TOKENS]), rank=2, candidate_density=0.3)
+    result = test_preload.run_stock(path, tmp_path / "logits.npy", case.file)
+    assert "auto chose predicted" in result.stderr, result.stderr
+    found = np.load(tmp_path / "logits.npy")
+    if arch == "falcon":  # a later addition only reaches a device whose own buffers are the CPU's
+        assert "residual stream, which this graph doesn't deliver" in result.stderr
+        everything = np.ones(1024, bool)
+        expected = case.reference.logits(
+            np.array([test_preload.TOKENS]), lambda i, x, _: case.reference.relu_ffn(i, x, everything)
+        )
+    else:
+        assert "residual stream" not in result.stderr
+        expected = case.logits
+    assert np.abs(found - expected[0]).max() < TOLERANCE

@@ -238,6 +238,7 @@ def write_tiny_plan(
     predictor_threshold: float | Sequence[float] = ALL_ACTIVE,
     predictor_row_type: str = "F32",
     predictor_input: str = "ffn_input",
+    candidate_density: float = 0.0,
     rank: int = 16,
     threshold: float = 0.0,
     product_threshold: float = 0.0,
@@ -259,6 +260,7 @@ def write_tiny_plan(
         predictor_threshold: a neuron is skipped when its score is below, one value or one per layer; the default skips none.
         predictor_row_type: type of its rows.
         predictor_input: `ffn_input` or `residual`.
+        candidate_density: what the plan says that was measured; 0: unknown.
         rank: its rank.
         threshold: on |act(gate)|.
         product_threshold: on |act(gate) * up| * norm(down row).
@@ -289,6 +291,7 @@ def write_tiny_plan(
                 fields["fc1"], fields["fc2"] = _predictor(predictor, rows, min(rank, bare.n_embd), rng, kind)
                 fields["predictor"] = predictor
                 fields["predictor_threshold"] = thresholds[i]
+                fields["predictor_candidate_density"] = candidate_density
             if ffn_down_t is not None:
                 down_t = np.ascontiguousarray(base.rows_f32(base.ffn(i)["down"].name).T[order])
                 fields["ffn_down_t"] = pi_format.Rows.of(down_t, GGMLQuantizationType[ffn_down_t])
