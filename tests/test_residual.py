@@ -24,7 +24,7 @@ from powerinfer_py.format import read_plan
 ARCHITECTURES = ("llama", "gpt2", "falcon")
 N_LAYER, N_FF, RANK, ORDER_SEED = 3, 96, 16, 3
 N_SEQUENCES, N_TOKENS = 2, 64
-# F32 weights and F32 KV cache against float64, logits of size 1: only rounding differs (measured: 1e-5).
+# F32 weights and F32 KV cache against float64, logits of size 1: only rounding differs (measured: 2.3e-6).
 TOLERANCE = 1e-3
 # A score this near its threshold may fall on either side of it by rounding.
 SCORE_MARGIN = 5e-6
