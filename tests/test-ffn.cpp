@@ -381,10 +381,28 @@ void test_few_tokens(const shape & s, const kernel_table * kernels) {
     }
 }
 
-// A predictor whose fc1 is the identity and whose fc2 are the gate rows in position order: its score is the gate value.
-void test_predicted(const kernel_table * kernels, bool gated, bool mlp) {
+// The middle of the widest gap between values that are near `wanted`.
+float wide_gap(std::vector<double> values, double wanted) {
+    std::sort(values.begin(), values.end());
+    double middle = wanted;
+    double widest = 0.0;
+    for (size_t i = 1; i < values.size(); ++i) {
+        const bool near = std::fabs(values[i] - wanted) < 0.1 && std::fabs(values[i - 1] - wanted) < 0.1;
+        if (near && values[i] - values[i - 1] > widest) {
+            widest = values[i] - values[i - 1];
+            middle = (values[i] + values[i - 1]) / 2.0;
+        }
+    }
+    return static_cast<float>(middle);
+}
+
+// A predictor whose fc1 is the identity and whose fc2 are the gate rows in position order: its score is what the gate value
+// would be for the predictor's input, which is x or something else.
+void test_predicted(const kernel_table * kernels, bool gated, bool mlp, int type, bool reads_x) {
     shape s;
     s.gated = gated;
+    s.type = type;
+    s.biases = !reads_x;
     built b;
     build(s, kernels, b);
     plan_layer & layer = b.m.data.layers[0];
@@ -417,30 +435,44 @@ void test_predicted(const kernel_table * kernels, bool gated, bool mlp) {
     ffn_options options;
     options.mode = ffn_mode::predicted;
     options.activation = ffn_activation::relu;
+    options.add_biases = s.biases;
     ffn_workspace workspace;
-    for (const int64_t n_tokens : {1, 3, 16, 20}) {
+    for (const int64_t n_tokens : {1, 3, 16, 20, 530}) {
         std::vector<float> x = random_values(n_tokens * s.n_embd, 1.0f);
+        // Rows of r lie further apart than those of x.
+        const int64_t ld_r = reads_x ? s.n_embd : s.n_embd + 12;
+        std::vector<float> apart = random_values(n_tokens * ld_r, 1.0f);
+        std::vector<float> & r = reads_x ? x : apart;
         if (mlp) {
-            for (float & v : x) {
+            for (float & v : r) {
                 v = std::fabs(v);  // the ReLU between fc1 and fc2 then changes nothing
             }
         }
+        std::vector<double> scores(n_tokens * s.n_ff);
+        for (int64_t t = 0; t < n_tokens; ++t) {
+            for (int64_t i = 0; i < s.n_ff; ++i) {
+                for (int64_t j = 0; j < s.n_embd; ++j) {
+                    scores[t * s.n_ff + i] += static_cast<double>(first[i * s.n_embd + j]) * r[t * ld_r + j];
+                }
+            }
+        }
+        auto run = [&](const ffn_layer & l, const ffn_options & o, ffn_result & result) {
+            std::vector<float> y(n_tokens * s.n_embd, NAN);
+            ffn_forward(l, o, kernels, 2, n_tokens, x.data(), s.n_embd, y.data(), s.n_embd, workspace, result,
+                        reads_x ? nullptr : r.data(), ld_r);
+            return y;
+        };
         const float low = -std::numeric_limits<float>::infinity();
-        for (const float threshold : {low, 0.2f, std::numeric_limits<float>::infinity()}) {
+        for (const float threshold : {low, wide_gap(scores, 0.2), std::numeric_limits<float>::infinity()}) {
             with.predictor_threshold = threshold;
             ffn_result result;
-            std::vector<float> y(n_tokens * s.n_embd, NAN);
-            ffn_forward(with, options, kernels, 2, n_tokens, x.data(), s.n_embd, y.data(), s.n_embd, workspace, result);
+            const std::vector<float> y = run(with, options, result);
             uint64_t n_candidates = 0;
             for (int64_t t = 0; t < n_tokens; ++t) {
                 // Each token uses its own candidates only, whatever else is in the batch.
                 std::vector<uint8_t> mask(s.n_ff);
                 for (int64_t i = 0; i < s.n_ff; ++i) {
-                    double score = 0.0;
-                    for (int64_t j = 0; j < s.n_embd; ++j) {
-                        score += static_cast<double>(first[i * s.n_embd + j]) * x[t * s.n_embd + j];
-                    }
-                    mask[i] = !(score < threshold);
+                    mask[i] = !(scores[t * s.n_ff + i] < threshold);
                     n_candidates += mask[i];
                 }
                 int64_t n = 0;
@@ -452,8 +484,7 @@ void test_predicted(const kernel_table * kernels, bool gated, bool mlp) {
                 ffn_options exact = options;
                 exact.mode = ffn_mode::exact;
                 ffn_result other;
-                std::vector<float> z(n_tokens * s.n_embd, NAN);
-                ffn_forward(with, exact, kernels, 2, n_tokens, x.data(), s.n_embd, z.data(), s.n_embd, workspace, other);
+                run(with, exact, other);
                 CHECK(other.n_active == result.n_active);
                 CHECK(other.read_bytes < result.read_bytes || n_tokens > ffn_few_tokens);
             }
@@ -465,9 +496,23 @@ void test_predicted(const kernel_table * kernels, bool gated, bool mlp) {
         nan_layer.fc2.rows = reinterpret_cast<const uint8_t *>(broken.data());
         nan_layer.predictor_threshold = std::numeric_limits<float>::infinity();
         ffn_result result;
-        std::vector<float> y(n_tokens * s.n_embd, 0.0f);
-        ffn_forward(nan_layer, options, kernels, 2, n_tokens, x.data(), s.n_embd, y.data(), s.n_embd, workspace, result);
+        run(nan_layer, options, result);
         CHECK(result.n_candidates == static_cast<uint64_t>(5 * n_tokens));
+        if (reads_x) {
+            continue;
+        }
+        // One token's NaN in the predictor's input alone: all of its neurons are computed, and of the others none.
+        r[(n_tokens - 1) * ld_r + 3] = NAN;
+        with.predictor_threshold = std::numeric_limits<float>::infinity();
+        ffn_result one;
+        const std::vector<float> y = run(with, options, one);
+        CHECK(one.n_candidates == static_cast<uint64_t>(s.n_ff));
+        const std::vector<uint8_t> nobody(s.n_ff, 0);
+        for (int64_t t = 0; t < n_tokens; ++t) {
+            int64_t n = 0;
+            compare(reference(b.m, s, options.activation, &x[t * s.n_embd], 0.0, 0.0, n, t < n_tokens - 1 ? &nobody : nullptr),
+                    &y[t * s.n_embd], true);
+        }
     }
 }
 
@@ -619,8 +664,12 @@ int main() {
     integers.integers = true;
     test_shape(integers, kernels);
     for (const bool gated : {true, false}) {
-        test_predicted(kernels, gated, false);
-        test_predicted(kernels, gated, true);
+        for (const bool mlp : {false, true}) {
+            for (const int type : {GGML_TYPE_F32, GGML_TYPE_BF16}) {  // BF16: batches on the tile unit, where the CPU has one
+                test_predicted(kernels, gated, mlp, type, true);
+                test_predicted(kernels, gated, mlp, type, false);
+            }
+        }
     }
     test_edges(kernels);
     test_by_op(kernels);

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import types
+from collections.abc import Sequence
 from pathlib import Path
 
 import gguf
@@ -105,7 +106,7 @@ def write_tiny_model(
     Args:
         path: the file; with split_max_tensors the name that the parts' names are made from.
         arch: `llama` (gated, RMSNorm, RoPE), `gpt2` (ungated, biases, learned positions), `falcon` (ungated,
-            attention beside the FFN, multi-query), `mpt` (ungated, ALiBi).
+            attention beside the FFN, multi-query), `mpt` (ungated, ALiBi), `olmo2` (gated, norms behind both parts).
         n_layer: layers.
         n_embd: width; with n_head 2, any multiple of 4 works.
         n_ff: neurons per layer.
@@ -137,7 +138,8 @@ def write_tiny_model(
     writer.add_feed_forward_length(n_ff)
     writer.add_head_count(n_head)
     writer.add_head_count_kv(n_kv)
-    if arch == "llama":
+    gated = arch in ("llama", "olmo2")
+    if gated:
         writer.add_layer_norm_rms_eps(1e-5)
         writer.add_rope_dimension_count(head_dim)
         writer.add_key_length(head_dim)
@@ -174,9 +176,10 @@ def write_tiny_model(
         matrix("position_embd.weight", N_CTX_TRAIN, n_embd)
     for i in range(n_layer):
         blk = f"blk.{i}"
-        norm(f"{blk}.attn_norm")
+        if arch != "olmo2":
+            norm(f"{blk}.attn_norm")
         n_q, n_kv_out = n_head * head_dim, n_kv * head_dim
-        if arch == "llama":
+        if gated:
             matrix(f"{blk}.attn_q.weight", n_q, n_embd)
             matrix(f"{blk}.attn_k.weight", n_kv_out, n_embd)
             matrix(f"{blk}.attn_v.weight", n_kv_out, n_embd)
@@ -187,7 +190,10 @@ def write_tiny_model(
         matrix(f"{blk}.attn_output.weight", n_embd, n_q, gain=residual_gain)
         if arch == "gpt2":
             vector(f"{blk}.attn_output.bias", n_embd, spread=0.02)
-        if arch != "falcon":
+        if arch == "olmo2":
+            for name in ("attn_q_norm", "attn_k_norm", "post_attention_norm", "post_ffw_norm"):
+                norm(f"{blk}.{name}")
+        elif arch != "falcon":
             norm(f"{blk}.ffn_norm")
         if n_expert:
             matrix(f"{blk}.ffn_gate_inp.weight", n_expert, n_embd)
@@ -195,12 +201,12 @@ def write_tiny_model(
             matrix(f"{blk}.ffn_up_exps.weight", n_expert, n_ff, n_embd, kind=ffn_type)
             matrix(f"{blk}.ffn_down_exps.weight", n_expert, n_embd, n_ff, gain=residual_gain, kind=ffn_type)
             continue
-        if arch == "llama":
+        if gated:
             matrix(f"{blk}.ffn_gate.weight", n_ff, n_embd, kind=ffn_type)
         matrix(f"{blk}.ffn_up.weight", n_ff, n_embd, kind=ffn_type)
         matrix(f"{blk}.ffn_down.weight", n_embd, n_ff, gain=2 * residual_gain, kind=ffn_type)
         if with_bias:
-            if arch == "llama":
+            if gated:
                 vector(f"{blk}.ffn_gate.bias", n_ff)
             vector(f"{blk}.ffn_up.bias", n_ff, mean=up_bias or 0.0, spread=0.1 if up_bias is None else 0.0)
             vector(f"{blk}.ffn_down.bias", n_embd, spread=0.02)
@@ -238,8 +244,10 @@ def write_tiny_plan(
     frequency: bool = False,
     predictor: str = "none",
     predictor_layers: range | list[int] | None = None,
-    predictor_threshold: float = ALL_ACTIVE,
+    predictor_threshold: float | Sequence[float] = ALL_ACTIVE,
     predictor_row_type: str = "F32",
+    predictor_input: str = "ffn_input",
+    candidate_density: float = 0.0,
     rank: int = 16,
     threshold: float = 0.0,
     product_threshold: float = 0.0,
@@ -258,8 +266,10 @@ def write_tiny_plan(
         frequency: whether random frequencies are stored, hot first.
         predictor: `none`, `linear` (the best one of the rank; exact at rank n_embd) or `mlp` (random weights).
         predictor_layers: layers that have it; None: all.
-        predictor_threshold: a neuron is skipped when its score is below; the default skips none.
+        predictor_threshold: a neuron is skipped when its score is below, one value or one per layer; the default skips none.
         predictor_row_type: type of its rows.
+        predictor_input: `ffn_input` or `residual`.
+        candidate_density: what the plan says that was measured; 0: unknown.
         rank: its rank.
         threshold: on |act(gate)|.
         product_threshold: on |act(gate) * up| * norm(down row).
@@ -276,6 +286,7 @@ def write_tiny_plan(
     rng = np.random.default_rng(order_seed or 0)
     base = pi_format.BaseModel(model)
     bare = pi_format.bare_plan(model, activation)
+    thresholds = np.broadcast_to(predictor_threshold, len(bare.layers)).tolist()
     layers = []
     for i, layer in enumerate(bare.layers):
         fields: dict = {}
@@ -288,7 +299,8 @@ def write_tiny_plan(
                 kind = GGMLQuantizationType[predictor_row_type]
                 fields["fc1"], fields["fc2"] = _predictor(predictor, rows, min(rank, bare.n_embd), rng, kind)
                 fields["predictor"] = predictor
-                fields["predictor_threshold"] = predictor_threshold
+                fields["predictor_threshold"] = thresholds[i]
+                fields["predictor_candidate_density"] = candidate_density
             if ffn_down_t is not None:
                 down_t = np.ascontiguousarray(base.rows_f32(base.ffn(i)["down"].name).T[order])
                 fields["ffn_down_t"] = pi_format.Rows.of(down_t, GGMLQuantizationType[ffn_down_t])
@@ -296,5 +308,5 @@ def write_tiny_plan(
             fields["product_threshold"] = product_threshold
             fields["activation_param"] = activation_param
         layers.append(dataclasses.replace(layer, **fields))
-    plan = dataclasses.replace(bare, layers=tuple(layers), loss=loss)
+    plan = dataclasses.replace(bare, layers=tuple(layers), loss=loss, predictor_input=predictor_input)
     return pi_format.write_plan(plan, out, base_embedded=model if embedded else None)

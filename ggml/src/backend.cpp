@@ -6,14 +6,34 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
+#include <map>
 
 namespace powerinfer {
 
 namespace {
 
+enum slot { slot_residual = 64, slot_output };  // of the workspace, behind those of the FFN's paths
+
+// A layer whose residual arrives in a later split than its FFN (with attention beside the FFN, whose output projection lies
+// between): the block then only keeps x and writes zeros, and all of it is computed where the residual is added.
+struct late_residual {
+    const ggml_cgraph * graph = nullptr;  // the block's split; an observed one runs as other objects, and nothing waits then
+    const ggml_tensor * add = nullptr;    // the residual's addition, in a split of ours too; nullptr: it isn't
+};
+
+// A block that waits for its residual.
+struct waiting_block {
+    const ggml_tensor * add = nullptr;  // nullptr: nothing waits
+    ffn_block block;
+    ffn_options options;
+    std::vector<float> x;  // (n_tokens, n_embd)
+};
+
 struct backend_state {
     int n_threads = 1;
     ffn_workspace workspace;
+    std::map<std::pair<const opened_plan *, int>, late_residual> late;  // by plan and layer, of the graph that was split last
+    waiting_block waiting;
     // The last activation that this instance computed per layer: a down projection checks that its input is that.
     std::vector<std::pair<const opened_plan *, std::vector<const ggml_tensor *>>> products;
 
@@ -26,6 +46,12 @@ struct backend_state {
         products.emplace_back(owner, std::vector<const ggml_tensor *>(owner->data.layers.size(), nullptr));
         return products.back().second[i_layer];
     }
+
+    // The later addition of the residual of a block that runs in `graph`; nullptr: there is none.
+    const ggml_tensor * late_add(const ffn_block & block, const ggml_cgraph * graph) const {
+        const auto found = late.find({block.owner, block.i_layer});
+        return found != late.end() && found->second.graph == graph ? found->second.add : nullptr;
+    }
 };
 
 backend_state * state_of(ggml_backend_t backend) { return static_cast<backend_state *>(backend->context); }
@@ -35,6 +61,33 @@ const char * backend_name(ggml_backend_t) { return "POWERINFER"; }
 void backend_free(ggml_backend_t backend) {
     delete state_of(backend);
     delete backend;
+}
+
+// --- rows of tensors ---
+
+// A view of a tensor's rows: row (i1, i2, i3) begins at data + i1*nb1 + i2*nb2 + i3*nb3.
+float * row_at(const ggml_tensor * tensor, int64_t i1, int64_t i2, int64_t i3) {
+    return reinterpret_cast<float *>(static_cast<uint8_t *>(tensor->data) + i1 * tensor->nb[1] + i2 * tensor->nb[2] + i3 * tensor->nb[3]);
+}
+
+// Calls f(out row, left row, right row, right length) for every row; the right operand is broadcast.
+template <class F> void for_rows(ggml_tensor * node, const ggml_tensor * left, const ggml_tensor * right, F f) {
+    for (int64_t i3 = 0; i3 < node->ne[3]; ++i3) {
+        for (int64_t i2 = 0; i2 < node->ne[2]; ++i2) {
+            for (int64_t i1 = 0; i1 < node->ne[1]; ++i1) {
+                const float * r = right ? row_at(right, i1 % right->ne[1], i2 % right->ne[2], i3 % right->ne[3]) : nullptr;
+                f(row_at(node, i1, i2, i3), row_at(left, i1, i2, i3), r, right ? right->ne[0] : 0);
+            }
+        }
+    }
+}
+
+template <class F> void binary_rows(ggml_tensor * node, F f) {
+    for_rows(node, node->src[0], node->src[1], [&](float * out, const float * a, const float * b, int64_t n_b) {
+        for (int64_t i = 0; i < node->ne[0]; ++i) {
+            out[i] = f(a[i], b[i % n_b]);
+        }
+    });
 }
 
 // --- whole blocks ---
@@ -100,10 +153,24 @@ void capture_input(opened_plan * owner, int i_layer, const ggml_tensor * x) {
     capture(i_layer, x->ne[1], x->ne[0], rows.data(), user_data);
 }
 
-void run_block(backend_state & state, const ffn_block & block) {
+// y += rows. rows: (n_tokens, n_embd) without gaps.
+void add_rows(const backend_state & state, const kernel_table * kernels, ggml_tensor * y, const float * rows) {
+#pragma omp parallel for num_threads(state.n_threads) if (y->ne[1] > 1) schedule(static)
+    for (int64_t t = 0; t < y->ne[1]; ++t) {
+        kernels->add(y->ne[0], rows + t * y->ne[0], row_at(y, t, 0, 0));
+    }
+}
+
+// (n_tokens, n_embd) without gaps.
+void copy_rows(const ggml_tensor * from, float * to) {
+    for (int64_t t = 0; t < from->ne[1]; ++t) {
+        std::memcpy(to + t * from->ne[0], row_at(from, t, 0, 0), from->ne[0] * sizeof(float));
+    }
+}
+
+// How the layer runs this time: as chosen, or `exact` when its predictor's input doesn't arrive. An error when that is refused.
+status block_options(const ffn_block & block, bool has_residual, ffn_options & options) {
     opened_plan * owner = block.owner;
-    const ffn_layer & layer = block.store->layer();
-    ffn_options options;
     {
         std::lock_guard<std::mutex> lock(owner->mutex);
         const layer_state & chosen = owner->layers[block.i_layer];
@@ -114,41 +181,86 @@ void run_block(backend_state & state, const ffn_block & block) {
     options.activation = block.activation;
     options.add_biases = block.has_biases;
     options.count = owner->options.count;
-    capture_input(owner, block.i_layer, block.x);
+    if (options.mode != ffn_mode::predicted || !owner->data.predictor_reads_residual || has_residual) {
+        return {};
+    }
+    const std::string text = owner->data.path + ": the predictors read the residual stream, which this graph doesn't deliver (its FFN's "
+        "output isn't added to what its norm reads, or an observer or another device has the addition); `exact` is used; use a plan "
+        "with predictors that read the FFN input, or another mode.";
+    if (owner->options.strict) {
+        owner->fail(text);
+        return status::error(text);
+    }
+    owner->note(text);
+    options.mode = ffn_mode::exact;
+    return {};
+}
+
+// r: what the predictor reads, apart from y; nullptr: x.
+void compute_block(backend_state & state, const ffn_block & block, const ffn_options & options, int64_t n_tokens, const float * x,
+                   int64_t ld_x, float * y, int64_t ld_y, const float * r, int64_t ld_r) {
+    const ffn_layer & layer = block.store->layer();
     const double start = omp_get_wtime();
     ffn_result result;
-    ffn_forward(layer, options, owner->kernels, state.n_threads, block.x->ne[1], static_cast<const float *>(block.x->data),
-                block.x->nb[1] / sizeof(float), static_cast<float *>(block.out->data), block.out->nb[1] / sizeof(float),
-                state.workspace, result);
-    record(owner, block.i_layer, layer, options, result, omp_get_wtime() - start);
+    ffn_forward(layer, options, block.owner->kernels, state.n_threads, n_tokens, x, ld_x, y, ld_y, state.workspace, result, r, ld_r);
+    record(block.owner, block.i_layer, layer, options, result, omp_get_wtime() - start);
+}
+
+status run_block(backend_state & state, const ffn_block & block, const ggml_cgraph * graph) {
+    opened_plan * owner = block.owner;
+    const ffn_layer & layer = block.store->layer();
+    const ggml_tensor * x = block.x;
+    ggml_tensor * y = block.out;
+    const int64_t n_tokens = x->ne[1];
+    const ggml_tensor * late_add = block.residual ? nullptr : state.late_add(block, graph);
+    state.waiting.add = nullptr;
+    ffn_options options;
+    const status result = block_options(block, block.residual != nullptr || late_add != nullptr, options);
+    if (!result.ok()) {
+        return result;
+    }
+    capture_input(owner, block.i_layer, x);
+    if (late_add != nullptr && options.mode == ffn_mode::predicted) {
+        state.waiting.add = late_add;
+        state.waiting.block = block;
+        state.waiting.options = options;
+        state.waiting.x.resize(n_tokens * layer.n_embd);
+        copy_rows(x, state.waiting.x.data());
+        for (int64_t t = 0; t < n_tokens; ++t) {
+            std::memset(row_at(y, t, 0, 0), 0, layer.n_embd * sizeof(float));
+        }
+        return {};
+    }
+    const float * r = nullptr;
+    if (block.residual != nullptr) {
+        // y may lie over it.
+        float * copy = state.workspace.array<float>(slot_residual, n_tokens * layer.n_embd);
+        copy_rows(block.residual, copy);
+        r = copy;
+    }
+    compute_block(state, block, options, n_tokens, static_cast<const float *>(x->data), x->nb[1] / sizeof(float),
+                  static_cast<float *>(y->data), y->nb[1] / sizeof(float), options.mode == ffn_mode::predicted ? r : nullptr, layer.n_embd);
+    if (r != nullptr) {
+        add_rows(state, owner->kernels, y, r);
+    }
+    return {};
+}
+
+// The addition of a late residual: `node` = what was computed without the block + residual, then + the block.
+void run_waiting_block(backend_state & state, ggml_tensor * node) {
+    const ffn_block & block = state.waiting.block;
+    const ggml_tensor * residual = node->src[1];
+    const int64_t n_embd = block.store->layer().n_embd;
+    GGML_ASSERT(static_cast<int64_t>(state.waiting.x.size()) == ggml_nelements(node) && "the residual has the rows of the FFN's input");
+    float * y = state.workspace.array<float>(slot_output, node->ne[1] * n_embd);
+    compute_block(state, block, state.waiting.options, node->ne[1], state.waiting.x.data(), n_embd, y, n_embd,
+                  static_cast<const float *>(residual->data), residual->nb[1] / sizeof(float));
+    binary_rows(node, [](float a, float b) { return a + b; });
+    add_rows(state, block.owner->kernels, node, y);
+    state.waiting.add = nullptr;
 }
 
 // --- op by op ---
-
-// A view of a tensor's rows: row (i1, i2, i3) begins at data + i1*nb1 + i2*nb2 + i3*nb3.
-float * row_at(const ggml_tensor * tensor, int64_t i1, int64_t i2, int64_t i3) {
-    return reinterpret_cast<float *>(static_cast<uint8_t *>(tensor->data) + i1 * tensor->nb[1] + i2 * tensor->nb[2] + i3 * tensor->nb[3]);
-}
-
-// Calls f(out row, left row, right row, right length) for every row; the right operand is broadcast.
-template <class F> void for_rows(ggml_tensor * node, const ggml_tensor * left, const ggml_tensor * right, F f) {
-    for (int64_t i3 = 0; i3 < node->ne[3]; ++i3) {
-        for (int64_t i2 = 0; i2 < node->ne[2]; ++i2) {
-            for (int64_t i1 = 0; i1 < node->ne[1]; ++i1) {
-                const float * r = right ? row_at(right, i1 % right->ne[1], i2 % right->ne[2], i3 % right->ne[3]) : nullptr;
-                f(row_at(node, i1, i2, i3), row_at(left, i1, i2, i3), r, right ? right->ne[0] : 0);
-            }
-        }
-    }
-}
-
-template <class F> void binary_rows(ggml_tensor * node, F f) {
-    for_rows(node, node->src[0], node->src[1], [&](float * out, const float * a, const float * b, int64_t n_b) {
-        for (int64_t i = 0; i < node->ne[0]; ++i) {
-            out[i] = f(a[i], b[i % n_b]);
-        }
-    });
-}
 
 status run_matmul(backend_state & state, ggml_tensor * node) {
     const ggml_tensor * weights = node->src[0];
@@ -338,7 +450,9 @@ enum ggml_status backend_graph_compute(ggml_backend_t backend, ggml_cgraph * gra
             std::lock_guard<std::mutex> lock(owner->mutex);
             result = status::error(owner->error);
         } else if (block_at[i] != nullptr) {
-            run_block(state, *block_at[i]);
+            result = run_block(state, *block_at[i], graph);
+        } else if (nodes[i] == state.waiting.add) {
+            run_waiting_block(state, nodes[i]);
         } else if (!in_block[i]) {
             result = run_node(state, nodes[i]);
         }
@@ -348,6 +462,23 @@ enum ggml_status backend_graph_compute(ggml_backend_t backend, ggml_cgraph * gra
         }
     }
     return GGML_STATUS_SUCCESS;
+}
+
+// Called for every split of a new graph, in order, once nodes are assigned: which residuals come later than their blocks?
+void backend_graph_optimize(ggml_backend_t backend, ggml_cgraph * graph, ggml_backend_graph_optimize_params *) {
+    backend_state & state = *state_of(backend);
+    state.waiting.add = nullptr;
+    for (int i = 0; i < ggml_graph_n_nodes(graph); ++i) {
+        const ggml_tensor * node = ggml_graph_node(graph, i);
+        const node_match found = node->op == GGML_OP_MUL_MAT ? match_node(node) : node_match();
+        if (found.role == node_role::down && found.owner->data.predictor_reads_residual) {
+            state.late[{found.owner, found.i_layer}] = {graph, nullptr};
+        }
+        const residual_add add = match_residual_add(node);
+        if (add.owner != nullptr && add.is_apart) {
+            state.late[{add.owner, add.i_layer}].add = node;
+        }
+    }
 }
 
 ggml_guid_t backend_guid() {
@@ -364,6 +495,7 @@ ggml_backend_t backend_create() {
     backend->iface.get_name = backend_name;
     backend->iface.free = backend_free;
     backend->iface.graph_compute = backend_graph_compute;
+    backend->iface.graph_optimize = backend_graph_optimize;
     backend->device = powerinfer_device();
     backend->context = new backend_state();
     return backend;

@@ -424,7 +424,7 @@ status opened_plan::choose_modes(ggml_backend_powerinfer_sparsity sparsity) {
         if (layer.n_ff == 0) {
             continue;
         }
-        const bool has_predictor = layer.predictor != predictor_kind::none && !data.predictor_reads_residual;
+        const bool has_predictor = layer.predictor != predictor_kind::none;
         const bool has_threshold = layers[i].threshold > 0.0f || layers[i].product_threshold > 0.0f;
         const ffn_mode without = has_threshold ? ffn_mode::threshold : zeros ? ffn_mode::exact : ffn_mode::dense;
         ffn_mode mode = ffn_mode::dense;
@@ -460,11 +460,8 @@ status opened_plan::choose_modes(ggml_backend_powerinfer_sparsity sparsity) {
     };
     status result;
     if (!no_predictor.empty()) {
-        const std::string reason = data.predictor_reads_residual
-            ? "predictors read the residual stream, which this version can't deliver, in layer "
-            : "no predictor in layer ";
-        result = fallback(where + ": " + reason + layer_list(no_predictor) +
-                          "; `exact` is used there; use a plan with predictors that read the FFN input, or another mode.");
+        result = fallback(where + ": no predictor in layer " + layer_list(no_predictor) +
+                          "; `exact` is used there; use a plan with predictors, or another mode.");
     } else if (!no_threshold.empty()) {
         result = fallback(where + ": no threshold in layer " + layer_list(no_threshold) +
                           "; `exact` is used there; calibrate the plan (powerinfer profile) or use another mode.");

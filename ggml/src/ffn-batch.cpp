@@ -203,7 +203,7 @@ uint64_t unpack_tile(const row_reader & reader, const int32_t * ids, int64_t n_r
 }
 
 void forward_chunk(const ffn_layer & layer, const ffn_options & options, const kernel_table * kernels, int n_threads,
-                   int64_t n_tokens, const float * x, int64_t ld_x, float * y, int64_t ld_y,
+                   int64_t n_tokens, const float * x, int64_t ld_x, const float * r, int64_t ld_r, float * y, int64_t ld_y,
                    ffn_workspace & workspace, ffn_result & result) {
     const int64_t n_embd = layer.n_embd;
     const int64_t n_ff = layer.n_ff;
@@ -249,7 +249,7 @@ void forward_chunk(const ffn_layer & layer, const ffn_options & options, const k
                 for (int64_t i = 0; i < n_rows; ++i) {
                     n_slow += fc1.unpack(begin + i, own.weights + i * n_embd);
                 }
-                multiply_tile(kernels, n_tokens, n_rows, n_embd, x, ld_x, own.weights, hidden + begin, rank);
+                multiply_tile(kernels, n_tokens, n_rows, n_embd, r, ld_r, own.weights, hidden + begin, rank);
                 if (layer.predictor_relu) {
                     for (int64_t t = 0; t < n_tokens; ++t) {
                         ffn_activate(ffn_activation::relu, 0.0f, kernels, n_rows, hidden + t * rank + begin);
@@ -333,7 +333,7 @@ void forward_chunk(const ffn_layer & layer, const ffn_options & options, const k
 }  // namespace
 
 void ffn_forward_batch(const ffn_layer & layer, const ffn_options & options, const kernel_table * kernels, int n_threads,
-                       int64_t n_tokens, const float * x, int64_t ld_x, float * y, int64_t ld_y,
+                       int64_t n_tokens, const float * x, int64_t ld_x, const float * r, int64_t ld_r, float * y, int64_t ld_y,
                        ffn_workspace & workspace, ffn_result & result) {
     // F32 rows keep their 24 bits: they stay with the f32 products.
     const bool is_f32 = layer.first.row_type == GGML_TYPE_F32 || layer.second.row_type == GGML_TYPE_F32 ||
@@ -341,7 +341,7 @@ void ffn_forward_batch(const ffn_layer & layer, const ffn_options & options, con
     const auto forward = kernels->tiles != nullptr && !is_f32 ? ffn_forward_tiles : forward_chunk;
     for (int64_t t = 0; t < n_tokens; t += batch_chunk_tokens) {
         forward(layer, options, kernels, std::max(n_threads, 1), std::min(batch_chunk_tokens, n_tokens - t),
-                x + t * ld_x, ld_x, y + t * ld_y, ld_y, workspace, result);
+                x + t * ld_x, ld_x, r + t * ld_r, ld_r, y + t * ld_y, ld_y, workspace, result);
     }
 }
 

@@ -45,7 +45,7 @@ int64_t batch_candidates(int64_t n_ff, const uint8_t * any, int32_t * ids);
 
 // At most batch_chunk_tokens tokens through the tile unit; x and y as in ffn_forward. kernels->tiles isn't nullptr.
 void ffn_forward_tiles(const ffn_layer & layer, const ffn_options & options, const kernel_table * kernels, int n_threads,
-                       int64_t n_tokens, const float * x, int64_t ld_x, float * y, int64_t ld_y,
+                       int64_t n_tokens, const float * x, int64_t ld_x, const float * r, int64_t ld_r, float * y, int64_t ld_y,
                        ffn_workspace & workspace, ffn_result & result);
 
 }  // namespace powerinfer

@@ -23,6 +23,7 @@ struct token_job {
     const ffn_options & options;
     const kernel_table * kernels;
     const float * x = nullptr;     // (n_embd)
+    const float * r = nullptr;     // (n_embd) the predictor's input
     float * y = nullptr;           // (n_embd)
     float * hidden = nullptr;      // (rank)
     float * scores = nullptr;      // (n_ff), also the gate values
@@ -193,7 +194,7 @@ private:
         const int64_t rank = layer.fc1.n_rows;
         row_reader fc1(layer.fc1, job_.kernels);
         row_reader fc2(layer.fc2, job_.kernels);
-        fc1.pack(job_.x, scratch_);
+        fc1.pack(job_.r, scratch_);
         tally.n_slow_rows += fc1.dot(nullptr, begin(rank), end(rank) - begin(rank), scratch_, job_.hidden + begin(rank), remapped_);
         if (layer.predictor_relu) {
             ffn_activate(ffn_activation::relu, 0.0f, job_.kernels, end(rank) - begin(rank), job_.hidden + begin(rank));
@@ -389,7 +390,7 @@ void ffn_join_sums(const ffn_layer & layer, const ffn_options & options, const k
 
 void ffn_forward(const ffn_layer & layer, const ffn_options & options, const kernel_table * kernels, int n_threads,
                  int64_t n_tokens, const float * x, int64_t ld_x, float * y, int64_t ld_y,
-                 ffn_workspace & workspace, ffn_result & result) {
+                 ffn_workspace & workspace, ffn_result & result, const float * r, int64_t ld_r) {
     if (n_tokens == 0) {
         return;
     }
@@ -406,6 +407,10 @@ void ffn_forward(const ffn_layer & layer, const ffn_options & options, const ker
         x = copy;
         ld_x = n_embd;
     }
+    if (r == nullptr) {
+        r = x;
+        ld_r = ld_x;
+    }
     if (options.count) {
         result.active.resize(n_ff, 0);
         result.gate_abs_sum.resize(n_ff, 0.0);
@@ -414,11 +419,11 @@ void ffn_forward(const ffn_layer & layer, const ffn_options & options, const ker
     }
     // The blocked path unpacks a row once for all tokens, which costs as much as about ten dots with it.
     if (n_tokens > (options.mode == ffn_mode::dense ? ffn_few_tokens_dense : ffn_few_tokens)) {
-        ffn_forward_batch(layer, options, kernels, n_threads, n_tokens, x, ld_x, y, ld_y, workspace, result);
+        ffn_forward_batch(layer, options, kernels, n_threads, n_tokens, x, ld_x, r, ld_r, y, ld_y, workspace, result);
         return;
     }
     if (n_tokens > 1 && !options.count) {
-        ffn_forward_few(layer, options, kernels, std::max(n_threads, 1), n_tokens, x, ld_x, y, ld_y, workspace, result);
+        ffn_forward_few(layer, options, kernels, std::max(n_threads, 1), n_tokens, x, ld_x, r, ld_r, y, ld_y, workspace, result);
         return;
     }
 
@@ -440,6 +445,7 @@ void ffn_forward(const ffn_layer & layer, const ffn_options & options, const ker
 
     for (int64_t t = 0; t < n_tokens; ++t) {
         job.x = x + t * ld_x;
+        job.r = r + t * ld_r;
         job.y = y + t * ld_y;
         ffn_tally tally;
         uint64_t n_slow = 0;

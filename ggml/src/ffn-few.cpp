@@ -73,7 +73,7 @@ struct token_list {
 }  // namespace
 
 void ffn_forward_few(const ffn_layer & layer, const ffn_options & options, const kernel_table * kernels, int n_threads,
-                     int64_t n_tokens, const float * x, int64_t ld_x, float * y, int64_t ld_y,
+                     int64_t n_tokens, const float * x, int64_t ld_x, const float * r, int64_t ld_r, float * y, int64_t ld_y,
                      ffn_workspace & workspace, ffn_result & result) {
     const int64_t n_embd = layer.n_embd;
     const int64_t n_ff = layer.n_ff;
@@ -122,7 +122,7 @@ void ffn_forward_few(const ffn_layer & layer, const ffn_options & options, const
 
         if (predicted) {
             const packed_tokens x_fc1(fc1, own);
-            x_fc1.pack(n_tokens, x, ld_x);
+            x_fc1.pack(n_tokens, r, ld_r);
             for (int64_t begin = i_thread * step_rows; begin < rank; begin += team * step_rows) {
                 const int64_t n_rows = std::min(step_rows, rank - begin);
                 for (int64_t t = 0; t < n_tokens; ++t) {

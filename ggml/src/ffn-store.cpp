@@ -183,7 +183,7 @@ status ffn_store::prepare() {
         const int down_type = stored_down.data ? stored_down.row_type : derived_row_type(down.row_type, layer_.n_embd);
         result = describe(layer_.down, down_type, layer_.n_embd, layer_.n_ff);
     }
-    if (result.ok() && plan_layer_.predictor != predictor_kind::none && !plan_.predictor_reads_residual) {
+    if (result.ok() && plan_layer_.predictor != predictor_kind::none) {
         const int64_t rank = plan_layer_.fc1.ne1;
         result = describe(layer_.fc1, plan_layer_.fc1.row_type, layer_.n_embd, rank);
         if (result.ok()) {

@@ -13,7 +13,7 @@ namespace powerinfer {
 
 namespace {
 
-enum slot { slot_thread = 32, slot_x, slot_hidden, slot_hidden_packed, slot_marks, slot_any, slot_union, slot_products, slot_rows };
+enum slot { slot_thread = 32, slot_x, slot_r, slot_hidden, slot_hidden_packed, slot_marks, slot_any, slot_union, slot_products, slot_rows };
 
 constexpr int64_t unit = 16;           // rows and columns come in units of it
 constexpr int64_t step = 32;           // and the values that are summed over in these
@@ -115,7 +115,7 @@ int64_t slice_width(const row_matrix & down, int team) {
 }  // namespace
 
 void ffn_forward_tiles(const ffn_layer & layer, const ffn_options & options, const kernel_table * kernels, int n_threads,
-                       int64_t n_tokens, const float * x, int64_t ld_x, float * y, int64_t ld_y,
+                       int64_t n_tokens, const float * x, int64_t ld_x, const float * r, int64_t ld_r, float * y, int64_t ld_y,
                        ffn_workspace & workspace, ffn_result & result) {
     const tile_kernels & tiles = *kernels->tiles;
     const int64_t n_embd = layer.n_embd;
@@ -133,6 +133,8 @@ void ffn_forward_tiles(const ffn_layer & layer, const ffn_options & options, con
     const size_t thread_bytes = round_up(thread_memory::bytes(tiles, widest, n_tokens), 4096);
     uint8_t * memory = static_cast<uint8_t *>(workspace.get(slot_thread, thread_bytes * n_threads));
     const left_operand packed_x(tiles, workspace, slot_x, n_tokens, n_embd, std::max({first_parts.x, second_parts.x, fc1_parts.x}));
+    const bool reads_x = r == x;  // the predictor does
+    const left_operand packed_r(tiles, workspace, reads_x ? slot_x : slot_r, n_tokens, n_embd, reads_x ? packed_x.n_parts : fc1_parts.x);
     const left_operand packed_hidden(tiles, workspace, slot_hidden_packed, n_tokens, std::max<int64_t>(rank, 1), fc2_parts.x);
     const int64_t ld_hidden = round_up(std::max<int64_t>(rank, 1), unit);
     float * hidden = workspace.array<float>(slot_hidden, round_up(n_tokens, unit) * ld_hidden);
@@ -163,6 +165,9 @@ void ffn_forward_tiles(const ffn_layer & layer, const ffn_options & options, con
         batch_stages stages(layer, options, kernels, n_tokens, tile_rows, marks, result);
 
         packed_x.pack(tiles, i_thread, team, n_tokens, n_embd, x, ld_x);
+        if (predicted && !reads_x) {
+            packed_r.pack(tiles, i_thread, team, n_tokens, n_embd, r, ld_r);
+        }
 #pragma omp barrier
         if (predicted) {
             const row_reader fc1(layer.fc1, kernels);
@@ -170,7 +175,7 @@ void ffn_forward_tiles(const ffn_layer & layer, const ffn_options & options, con
             const int64_t share = std::min(tile_rows, round_up((rank + team - 1) / team, unit));
             for (int64_t begin = i_thread * share; begin < rank; begin += team * share) {
                 const int64_t n_rows = std::min(share, rank - begin);
-                n_slow += multiply_rows(tiles, fc1, n_embd, n_tokens, packed_x, fc1_parts, nullptr, begin, n_rows, own,
+                n_slow += multiply_rows(tiles, fc1, n_embd, n_tokens, packed_r, fc1_parts, nullptr, begin, n_rows, own,
                                         hidden + begin, ld_hidden);
                 for (int64_t t = 0; t < n_tokens && layer.predictor_relu; ++t) {
                     ffn_activate(ffn_activation::relu, 0.0f, kernels, n_rows, hidden + t * ld_hidden + begin);

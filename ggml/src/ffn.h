@@ -148,10 +148,10 @@ private:
 };
 
 // y[t] = FFN(x[t]) for all tokens. x, y: (n_tokens, n_embd) f32, rows ld_x / ld_y floats apart; they may overlap.
-// Same thread count, same bits.
+// r (n_tokens, n_embd): what the predictor reads, apart from y; nullptr: x. Same thread count, same bits.
 void ffn_forward(const ffn_layer & layer, const ffn_options & options, const kernel_table * kernels, int n_threads,
                  int64_t n_tokens, const float * x, int64_t ld_x, float * y, int64_t ld_y,
-                 ffn_workspace & workspace, ffn_result & result);
+                 ffn_workspace & workspace, ffn_result & result, const float * r = nullptr, int64_t ld_r = 0);
 
 // --- pieces that the blocked path, the op-by-op path and tests share ---
 
@@ -197,12 +197,12 @@ void ffn_join_sums(const ffn_layer & layer, const ffn_options & options, const k
 // 2 to ffn_few_tokens tokens (dense mode: ffn_few_tokens_dense), rows read once for all; called by ffn_forward.
 // Doesn't fill the counting arrays.
 void ffn_forward_few(const ffn_layer & layer, const ffn_options & options, const kernel_table * kernels, int n_threads,
-                     int64_t n_tokens, const float * x, int64_t ld_x, float * y, int64_t ld_y,
+                     int64_t n_tokens, const float * x, int64_t ld_x, const float * r, int64_t ld_r, float * y, int64_t ld_y,
                      ffn_workspace & workspace, ffn_result & result);
 
 // The blocked path for batches; called by ffn_forward.
 void ffn_forward_batch(const ffn_layer & layer, const ffn_options & options, const kernel_table * kernels, int n_threads,
-                       int64_t n_tokens, const float * x, int64_t ld_x, float * y, int64_t ld_y,
+                       int64_t n_tokens, const float * x, int64_t ld_x, const float * r, int64_t ld_r, float * y, int64_t ld_y,
                        ffn_workspace & workspace, ffn_result & result);
 
 // Whole matrices for the op-by-op path, in the base model's neuron order.

@@ -116,6 +116,34 @@ int index_of(const std::vector<ggml_tensor *> & nodes, const ggml_tensor * tenso
     return -1;
 }
 
+// Is x the norm of `residual` (with its weight and bias), for the same rows of both?
+bool is_norm_of(const ggml_tensor * x, const ggml_tensor * residual) {
+    if (x == nullptr) {
+        return false;
+    }
+    if (x->op == GGML_OP_GET_ROWS && residual->op == GGML_OP_GET_ROWS && x->src[1] == residual->src[1]) {
+        x = x->src[0];
+        residual = residual->src[0];
+    }
+    while ((x->op == GGML_OP_ADD || x->op == GGML_OP_MUL) && x->src[1]->op == GGML_OP_NONE) {
+        x = x->src[0];
+    }
+    return (x->op == GGML_OP_NORM || x->op == GGML_OP_RMS_NORM) && x->src[0] == residual;
+}
+
+// The input of the FFN that ends at `node` (role down): what its gate or up mat-mul reads. nullptr: there is none.
+const ggml_tensor * input_of(const ggml_tensor * node) {
+    auto to_matmul = [](const ggml_tensor * from) {
+        for (int depth = 0; from != nullptr && from->op != GGML_OP_MUL_MAT; ++depth) {
+            from = depth < max_chain ? from->src[0] : nullptr;
+        }
+        return from;
+    };
+    node = to_matmul(node);
+    node = node ? to_matmul(node->src[1]) : nullptr;
+    return node && match_node(node).role == node_role::pre_activation ? node->src[1] : nullptr;
+}
+
 // A mat-mul with the wanted weight, with its bias addition or without.
 bool match_linear(const std::vector<ggml_tensor *> & nodes, const ggml_tensor * node, weight_kind wanted, weight_kind wanted_bias,
                   ffn_block & block, bool & has_bias) {
@@ -143,6 +171,11 @@ bool match_linear(const std::vector<ggml_tensor *> & nodes, const ggml_tensor * 
     block.x = node->src[1];
     block.nodes.push_back(i);
     return is_plain_f32(block.x) && ggml_is_contiguous_1(block.x) && block.x->ne[2] == 1 && block.x->ne[3] == 1;
+}
+
+// Does the layer's predictor read the residual stream?
+bool reads_residual(const opened_plan & owner, int i_layer) {
+    return owner.data.predictor_reads_residual && owner.data.layers[i_layer].predictor != predictor_kind::none;
 }
 
 bool match_block(const std::vector<ggml_tensor *> & nodes, int i_down, ffn_block & block) {
@@ -228,6 +261,17 @@ bool match_block(const std::vector<ggml_tensor *> & nodes, int i_down, ffn_block
         return false;
     }
     block.has_biases = first_bias || second_bias || down_bias;
+    // In this split such an addition is that of the residual: supports_op() takes no other.
+    if (reads_residual(*block.owner, block.i_layer)) {
+        for (size_t i = i_down + 1; i < nodes.size(); ++i) {
+            if (nodes[i]->op == GGML_OP_ADD && nodes[i]->src[0] == block.out && ggml_are_same_shape(nodes[i], nodes[i]->src[1])) {
+                block.residual = nodes[i]->src[1];
+                block.nodes.push_back(static_cast<int>(i));
+                block.out = nodes[i];
+                break;
+            }
+        }
+    }
     std::sort(block.nodes.begin(), block.nodes.end());
 
     // Nobody else may need a value that the whole block never writes.
@@ -259,6 +303,25 @@ bool match_block(const std::vector<ggml_tensor *> & nodes, int i_down, ffn_block
 }  // namespace
 
 node_match match_node(const ggml_tensor * node) { return match(node, 0); }
+
+residual_add match_residual_add(const ggml_tensor * node) {
+    residual_add found;
+    if (node->op != GGML_OP_ADD || !ggml_are_same_shape(node->src[0], node->src[1])) {
+        return found;
+    }
+    const ggml_tensor * ffn = node->src[0];
+    node_match end = match_node(ffn);
+    if (end.role == node_role::none && ffn->op == GGML_OP_ADD) {
+        found.is_apart = true;
+        ffn = ffn->src[0];
+        end = match_node(ffn);
+    }
+    if (end.role == node_role::down && reads_residual(*end.owner, end.i_layer) && is_norm_of(input_of(ffn), node->src[1])) {
+        found.owner = end.owner;
+        found.i_layer = end.i_layer;
+    }
+    return found;
+}
 
 bool graph_activation(const ggml_tensor * node, ffn_activation & out) {
     for (int depth = 0; node != nullptr && depth < max_chain; ++depth) {
@@ -320,7 +383,8 @@ std::vector<ffn_block> match_blocks(const std::vector<ggml_tensor *> & nodes) {
     return blocks;
 }
 
-// Yes for mat-muls with weights of ours and for what lies between them; everything else stays upstream's.
+// Yes for mat-muls with weights of ours, for what lies between them, and for the addition of a residual that a predictor reads;
+// everything else stays upstream's.
 bool backend_supports_op(const ggml_tensor * op) {
     switch (op->op) {
         case GGML_OP_NONE: return plan_of(op) != nullptr;
@@ -366,7 +430,7 @@ bool backend_supports_op(const ggml_tensor * op) {
                 ffn_activation activation;
                 return block_activation(*found.owner, op, activation);
             }
-            return found.role != node_role::none || is_lora_value(op);
+            return found.role != node_role::none || is_lora_value(op) || match_residual_add(op).owner != nullptr;
         }
         default: return false;
     }

@@ -8,7 +8,7 @@
 
 namespace powerinfer {
 
-// A block whose every node is in the graph: x -> gate, up -> activation -> down (-> bias).
+// A block whose every node is in the graph: x -> gate, up -> activation -> down (-> bias) (-> addition of the residual).
 struct ffn_block {
     opened_plan * owner = nullptr;
     int i_layer = -1;
@@ -16,6 +16,7 @@ struct ffn_block {
     ffn_activation activation = ffn_activation::silu;
     bool has_biases = false;
     const ggml_tensor * x = nullptr;
+    const ggml_tensor * residual = nullptr;  // what the block adds to its output and its predictor reads; nullptr: neither
     ggml_tensor * out = nullptr;
     std::vector<int> nodes;  // indices in the graph, ascending; the block runs at the last one
 };
@@ -35,6 +36,16 @@ struct node_match {
 
 // Follows elementwise operations back to a mat-mul with a weight of ours.
 node_match match_node(const ggml_tensor * node);
+
+// The addition that joins a layer's residual stream, for plans whose predictors read it. The residual is the tensor that the norm
+// before the FFN reads: ADD(ffn, residual), or with attention beside the FFN ADD(ADD(ffn, attention), residual).
+// Recognised while the scheduler assigns nodes, when the graph is still whole.
+struct residual_add {
+    opened_plan * owner = nullptr;  // nullptr: `node` is no such addition
+    int i_layer = -1;
+    bool is_apart = false;  // the second form: other nodes lie between the block and it
+};
+residual_add match_residual_add(const ggml_tensor * node);
 
 // The activation that a node of role activated/product stands for in the graph itself. false: none that we know.
 bool graph_activation(const ggml_tensor * node, ffn_activation & out);
