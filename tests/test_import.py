@@ -189,6 +189,7 @@ def test_predictor_that_needs_the_residual_is_kept_for_it(
         assert np.array_equal(found, wished)
     # Another input gives other sets: the test would see a mix-up.
     assert not np.array_equal(plan_masks(plan, expected.ffn_inputs)[1], expected.masks[1]) or options.get("zero_norm")
+    check_predicted_run(model, out)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "bamboo", "falcon", "opt"])
