@@ -125,11 +125,12 @@ class TinyLlama(nn.Module):
         self.register_buffer("cos", torch.cat((angle, angle), dim=-1).cos(), persistent=False)
         self.register_buffer("sin", torch.cat((angle, angle), dim=-1).sin(), persistent=False)
         generator = torch.Generator().manual_seed(seed)
-        residual = 0.02 / (2 * shape.n_layer) ** 0.5  # so that the sum over layers has the size of one
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
-                last = name.endswith(("o_proj.weight", "down_proj.weight"))
-                nn.init.normal_(parameter, std=residual if last else 0.02, generator=generator)
+                std = 0.02 if name.endswith("embed_tokens.weight") else parameter.shape[1] ** -0.5
+                if name.endswith(("o_proj.weight", "down_proj.weight")):
+                    std /= (2 * shape.n_layer) ** 0.5  # so that the sum over layers has the size of one
+                nn.init.normal_(parameter, std=std, generator=generator)
 
     def forward(self, tokens: torch.Tensor) -> TinyOutput:
         """tokens: (n_seq, n_tok) int64, n_tok <= n_ctx."""

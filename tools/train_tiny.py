@@ -6,9 +6,10 @@ Writes a Hugging Face folder that transformers loads. State stands in its folder
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
-import math
 import signal
+import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -19,30 +20,33 @@ from typing import Any
 
 import numpy as np
 
-from powerinfer_py.errors import OptionError
+from powerinfer_py.errors import OptionError, PowerInferError
 from powerinfer_py.format import atomic_path
 
 _SEPARATOR = "\f"  # between documents of a text file
 _HELD_OUT_ONE_IN = 50  # documents, by checksum: the same text always falls on the same side
 _END_OF_TEXT = "<|endoftext|>"
-_N_CHECK_WINDOWS = 64  # of held-out text, spread evenly, for the loss that is logged
+_N_CHECK_WINDOWS = 32  # of held-out text, spread evenly, for the loss that is logged
 _N_WARMUP_STEPS = 200
 _RAMP = (0.02, 0.4)  # of the run: the wished density falls from all to its aim between these
 _START_DENSITY = 0.5
 _CONTROL_RATE = 0.01  # per step: how fast a layer's pressure follows its distance from the wished density
-_PRESSURE_LIMITS = (1e-5, 3.0)
+_LEAST_PRESSURE = 0.02  # size that the control takes a smaller pressure for, so that it passes 0
+# Below 0 where a layer is sparser than wished: without that, half of the layers lose a sixth of their neurons at once.
+_PRESSURE_LIMITS = (-0.3, 3.0)
 _RANK_RAMP = 0.2  # of the run: the pull on the gates' tail reaches its full strength here
+_N_LOGS_PER_CHECK = 6  # log entries per measurement on held-out text
 _N_STEPS_PER_BASIS = 10  # steps between two looks for the gates' leading directions
 
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """Options of a run, with their defaults."""
+    """Options of a run, with their defaults; _HELP says what each means."""
 
     text: tuple[Path, ...]
     out: Path
-    minutes: float | None = 60.0  # of training; the learning rate ends with it
-    steps: int | None = None  # instead of minutes
+    minutes: float | None = 60.0
+    steps: int | None = None
     vocab: int = 8192
     embd: int = 256
     layers: int = 6
@@ -50,20 +54,46 @@ class TrainOptions:
     heads: int = 4
     heads_kv: int = 2
     ctx: int = 512
-    batch: int = 4  # windows per step
+    batch: int = 4
     lr: float = 2e-3
     weight_decay: float = 0.1
-    density: float = 0.12  # aim, share of neurons with relu(gate) > 0; 1 leaves out the pressure
-    gate_rank: int = 64  # leading directions of each gate that the pull leaves alone; 0 leaves out the pull
-    gate_pull: float = 5.0  # decay of what lies outside them, per step and unit of learning rate
+    density: float = 0.12
+    gate_rank: int = 64
+    gate_pull: float = 5.0
     seed: int = 1
     threads: int = 2
     save_minutes: float = 3.0
-    log_steps: int = 50  # steps per log entry; every fourth measures held-out text
-    compile: bool = False  # torch.compile: half as fast again, needs a C++ compiler
+    log_steps: int = 50
+    compile: bool = False
     resume: bool = False
 
 
+_HELP = {
+    "text": "UTF-8 text, form feeds between documents; one document in fifty is held out",
+    "out": "Hugging Face folder to write",
+    "minutes": "length of the run; learning rate and density follow it",
+    "steps": "length in steps instead",
+    "vocab": "tokens of the vocabulary",
+    "embd": "width of the residual stream",
+    "layers": "blocks",
+    "ff": "neurons per block",
+    "heads": "attention heads",
+    "heads_kv": "heads of keys and values",
+    "ctx": "tokens per window",
+    "batch": "windows per step",
+    "lr": "peak learning rate",
+    "weight_decay": "of the matrices",
+    "density": "aim: share of neurons with relu(gate) > 0; 1 leaves out the pressure",
+    "gate_rank": "leading directions of each gate that the pull leaves alone; 0 leaves out the pull",
+    "gate_pull": "decay of a gate outside them, per step and unit of learning rate",
+    "seed": "of weights and of the order of text",
+    "threads": "threads of torch",
+    "save_minutes": "minutes between checkpoints",
+    "log_steps": "steps per log entry; every sixth measures held-out text",
+    "compile": "torch.compile: half as fast again; needs a C++ compiler, and minutes to start",
+    "resume": "go on from the checkpoint in the folder",
+}
+_PACKAGES = ("torch", "tokenizers", "safetensors", "matplotlib")
 # What a resumed run may change.
 _FREE_OPTIONS = {"out", "text", "minutes", "steps", "threads", "save_minutes", "log_steps", "compile", "resume"}
 
@@ -83,6 +113,40 @@ class TrainState:
     seconds: float = 0.0
     pressure: list[float] = field(default_factory=list)
     log: list[dict[str, Any]] = field(default_factory=list)
+
+
+def check_options(options: TrainOptions) -> None:
+    """Refuses what can't be trained, before anything is read.
+
+    Raises:
+        OptionError: a package is missing, a value is out of range, or sizes don't fit together.
+    """
+    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise OptionError(
+            f"train_tiny: {', '.join(missing)} isn't installed; expected it for training; "
+            "pip install 'powerinfer_py[train]'."
+        )
+    for name in ("vocab", "embd", "layers", "ff", "heads", "heads_kv", "ctx", "batch", "lr", "threads", "log_steps"):
+        if not getattr(options, name) > 0:
+            raise OptionError(f"{name}: {getattr(options, name)}; expected more than 0; pass a larger --{name}.")
+    if (options.steps is None and not options.minutes > 0) or (options.steps is not None and options.steps < 1):
+        raise OptionError(
+            f"length: {options.steps} steps, {options.minutes} minutes; expected more than 0; pass --minutes or --steps."
+        )
+    if not 0.0 < options.density <= 1.0:
+        raise OptionError(f"density: {options.density}; expected a share in (0, 1]; 1 leaves out the pressure.")
+    if options.gate_rank < 0 or options.gate_pull < 0.0:
+        raise OptionError(
+            f"gate-rank, gate-pull: {options.gate_rank}, {options.gate_pull}; expected neither below 0; 0 leaves it out."
+        )
+    if options.vocab > 65536:
+        raise OptionError(f"vocab: {options.vocab}; expected at most 65536 (tokens are kept in 16 bits); pass less.")
+    if options.embd % (2 * options.heads) or options.heads % options.heads_kv:
+        raise OptionError(
+            f"heads: {options.heads} with {options.heads_kv} for keys, embd {options.embd}; expected heads of an even "
+            "size, and a multiple of heads-kv; change one of them."
+        )
 
 
 def read_documents(paths: tuple[Path, ...]) -> tuple[list[str], list[str]]:
@@ -178,7 +242,7 @@ def batch_tokens(tokens: np.ndarray, step: int, options: TrainOptions) -> np.nda
 
 
 def held_out_windows(tokens: np.ndarray, options: TrainOptions) -> np.ndarray:
-    """Windows of held-out text, spread evenly: (<= 64, ctx + 1) int64."""
+    """Windows of held-out text, spread evenly: (<= 32, ctx + 1) int64."""
     n_windows = (len(tokens) - 1) // options.ctx
     chosen = np.unique(np.linspace(0, n_windows - 1, _N_CHECK_WINDOWS).astype(int))
     return np.stack([tokens[i * options.ctx : (i + 1) * options.ctx + 1] for i in chosen]).astype(np.int64)
@@ -233,11 +297,13 @@ class GatePull:
 
     def tail_share(self) -> list[float]:
         """Per gate: the part of its square norm that lies outside its leading directions."""
-        self.find_bases()
-        return [
-            1.0 - float((gate.detach() @ basis).square().sum() / gate.detach().square().sum())
-            for gate, basis in zip(self.gates, self.bases)
-        ]
+        import torch
+
+        shares = []
+        for gate in self.gates:
+            squares = torch.linalg.svdvals(gate.detach()).square()
+            shares.append(float(squares[self.rank :].sum() / squares.sum()))
+        return shares
 
 
 class Trainer:
@@ -275,7 +341,7 @@ class Trainer:
         self.pull = (
             GatePull(gates, options.gate_rank) if 0 < options.gate_rank < min(options.embd, options.ff) else None
         )
-        self.state = TrainState(pressure=[1e-2] * options.layers)
+        self.state = TrainState(pressure=[0.0] * options.layers)
 
     def progress(self) -> float:
         """How much of the run is done, 0 to 1."""
@@ -283,11 +349,11 @@ class Trainer:
             return min(1.0, self.state.step / self.options.steps)
         return min(1.0, self.state.seconds / (60.0 * self.options.minutes))
 
-    def take_step(self) -> tuple[float, np.ndarray]:
+    def take_step(self) -> float:
         """One optimizer step on the next windows.
 
         Returns:
-            The loss (natural logarithm, mean per token, without pressure), and the density of each layer.
+            The loss: natural logarithm, mean per token, without pressure.
         """
         import torch
         from torch.nn import functional as F
@@ -312,26 +378,44 @@ class Trainer:
             if state.step % _N_STEPS_PER_BASIS == 0 or not self.pull.bases:
                 self.pull.find_bases()
             self.pull.apply(min(0.5, options.gate_pull * lr * min(1.0, progress / _RANK_RAMP)))
-        density = output.density.numpy()
         wished = wished_density(progress, options.density)
-        for i, found in enumerate(density):
-            factor = math.exp(_CONTROL_RATE * min(1.0, float(found) / wished - 1.0))
-            state.pressure[i] = min(_PRESSURE_LIMITS[1], max(_PRESSURE_LIMITS[0], state.pressure[i] * factor))
+        for i, found in enumerate(output.density.tolist()):
+            distance = min(1.0, found / wished - 1.0)
+            pressure = state.pressure[i] + _CONTROL_RATE * distance * max(_LEAST_PRESSURE, abs(state.pressure[i]))
+            state.pressure[i] = min(_PRESSURE_LIMITS[1], max(_PRESSURE_LIMITS[0], pressure))
         state.step += 1
-        return float(loss.detach()), density
+        return float(loss.detach())
+
+    def log_entry(self, losses: list[float], seconds: float) -> dict[str, Any]:
+        """What is known of the last steps without another pass.
+
+        Args:
+            losses: of these steps.
+            seconds: that they took.
+        """
+        state, n_tokens_per_step = self.state, self.options.batch * self.options.ctx
+        return {
+            "step": state.step,
+            "tokens": state.step * n_tokens_per_step,
+            "seconds": round(state.seconds, 1),
+            "tokens_per_second": round(len(losses) * n_tokens_per_step / max(seconds, 1e-9)),
+            "loss": sum(losses) / len(losses),
+            "wished_density": round(wished_density(self.progress(), self.options.density), 4),
+            "pressure": [round(x, 5) for x in state.pressure],
+        }
 
     def measure(self) -> dict[str, Any]:
-        """Held-out loss in float32, density of each layer, neurons that never fire there, gates' tails."""
+        """Held-out loss, density of each layer, neurons that never fire there, gates' tails."""
         import torch
         from torch.nn import functional as F
 
         losses, densities = [], []
         active = torch.zeros(self.options.layers, self.options.ff, dtype=torch.bool)
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
             for first in range(0, len(self.check), self.options.batch):
                 windows = torch.from_numpy(self.check[first : first + self.options.batch])
                 output = self.model(windows[:, :-1])
-                loss = F.cross_entropy(output.logits.flatten(0, 1), windows[:, 1:].flatten(), reduction="none")
+                loss = F.cross_entropy(output.logits.flatten(0, 1).float(), windows[:, 1:].flatten(), reduction="none")
                 losses.append(loss)
                 densities.append(output.density * len(windows))
                 active |= output.active
@@ -355,6 +439,7 @@ class Trainer:
                     "state": asdict(self.state),
                     "model": self.model.state_dict(),
                     "optimizer": self.optimizer.state_dict(),
+                    "bases": self.pull.bases if self.pull else [],
                 },
                 path,
             )
@@ -385,6 +470,8 @@ class Trainer:
         self.model.load_state_dict(stored["model"])
         self.optimizer.load_state_dict(stored["optimizer"])
         self.state = TrainState(**stored["state"])
+        if self.pull is not None:
+            self.pull.bases = stored.get("bases", [])
 
 
 def option_values(options: TrainOptions) -> dict[str, Any]:
@@ -481,77 +568,138 @@ def interruptible() -> Iterator[Callable[[], bool]]:
             signal.signal(number, handler)
 
 
-def train_tiny(options: TrainOptions, report: Callable[[Trainer, dict[str, Any]], None]) -> Trainer:
+def train_tiny(options: TrainOptions, report: Callable[[Trainer, dict[str, Any] | None], None]) -> Trainer:
     """Trains until the run is done or interrupted; what was reached is saved either way.
 
     Args:
         options: of the run.
-        report: called with each log entry.
+        report: called after each step, with a log entry where one was made.
     Returns:
         The trainer; its progress() is below 1 after an interruption.
     Raises:
         OptionError: text or options that can't be used.
     """
+    check_options(options)
     train, held_out = prepare(options)
     trainer = Trainer(options, train, held_out)
     if options.resume:
         trainer.load(options.out)
-    began = time.monotonic() - trainer.state.seconds
+    state = trainer.state
+    began = time.monotonic() - state.seconds
     saved = time.monotonic()
     losses: list[float] = []
-    report_from = (trainer.state.step, trainer.state.seconds)
+    last_seconds = state.seconds
     with interruptible() as stopped:
         while trainer.progress() < 1.0 and not stopped():
-            losses.append(trainer.take_step()[0])
-            state = trainer.state
+            losses.append(trainer.take_step())
             state.seconds = time.monotonic() - began
-            done = trainer.progress() >= 1.0 or stopped()
-            if state.step % options.log_steps == 0 or done:
-                n_steps, seconds = state.step - report_from[0], state.seconds - report_from[1]
-                entry = {
-                    "step": state.step,
-                    "tokens": state.step * options.batch * options.ctx,
-                    "seconds": round(state.seconds, 1),
-                    "tokens_per_second": round(n_steps * options.batch * options.ctx / seconds),
-                    "loss": sum(losses) / len(losses),
-                    "wished_density": round(wished_density(trainer.progress(), options.density), 4),
-                    "pressure": [round(x, 5) for x in state.pressure],
-                }
-                if state.step % (4 * options.log_steps) == 0 or done:
+            entry = None
+            if state.step % options.log_steps == 0:
+                entry = trainer.log_entry(losses, state.seconds - last_seconds)
+                if state.step % (_N_LOGS_PER_CHECK * options.log_steps) == 0:
                     entry.update(trainer.measure())
                 state.log.append(entry)
-                report(trainer, entry)
-                losses, report_from = [], (state.step, state.seconds)
-            if done or time.monotonic() - saved > 60.0 * options.save_minutes:
+                losses, last_seconds = [], state.seconds
+            if time.monotonic() - saved > 60.0 * options.save_minutes:
                 trainer.save(options.out)
                 saved = time.monotonic()
+            report(trainer, entry)
+        if losses:
+            state.log.append(trainer.log_entry(losses, state.seconds - last_seconds))
+        if state.log and "held_out_loss" not in state.log[-1]:
+            state.log[-1].update(trainer.measure())
+            report(trainer, state.log[-1])
+        trainer.save(options.out)
     return trainer
+
+
+def write_curve(log: list[dict[str, Any]], path: Path, title: str) -> None:
+    """Draws loss and density over tokens as PNG.
+
+    Args:
+        log: entries of a run.
+        path: the file.
+        title: above the picture.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.2, 4.2), dpi=100, layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot([e["tokens"] / 1e6 for e in log], [e["loss"] for e in log], linewidth=0.9, color="0.6", label="training")
+    checks = [entry for entry in log if "held_out_loss" in entry]
+    tokens = [entry["tokens"] / 1e6 for entry in checks]
+    axes.plot(tokens, [entry["held_out_loss"] for entry in checks], linewidth=1.4, color="C0", label="held out")
+    axes.set(xlabel="million tokens", ylabel="loss, nats per token", title=title)
+    axes.grid(color="0.92")
+    densities = axes.twinx()
+    mean = [sum(entry["density"]) / len(entry["density"]) for entry in checks]
+    densities.plot(tokens, mean, linewidth=1.2, color="C1", linestyle="--", label="density (right)")
+    densities.set(ylabel="active neurons, mean of layers", ylim=(0, None))
+    figure.legend(loc="outside lower center", ncols=3, frameon=False)
+    with atomic_path(path) as temporary, temporary.open("wb") as file:
+        figure.savefig(file, format="png")
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Flags made from the options."""
-    parser = argparse.ArgumentParser(prog="train_tiny", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m powerinfer_py.tools.train_tiny", description=__doc__)
     for option in fields(TrainOptions):
         flag = "--" + option.name.replace("_", "-")
+        about = _HELP[option.name]
         if option.name == "text":
-            parser.add_argument(flag, type=Path, nargs="+", required=True, metavar="FILE")
+            parser.add_argument(flag, type=Path, nargs="+", required=True, metavar="FILE", help=about)
         elif option.name == "out":
-            parser.add_argument(flag, type=Path, required=True, metavar="FOLDER")
+            parser.add_argument(flag, type=Path, required=True, metavar="FOLDER", help=about)
         elif option.type == "bool":
-            parser.add_argument(flag, action="store_true")
+            parser.add_argument(flag, action="store_true", help=about)
         else:
             kind = float if "float" in option.type else int
-            parser.add_argument(flag, type=kind, default=option.default, help=f"default {option.default}")
+            parser.add_argument(flag, type=kind, default=option.default, help=f"{about} (default: %(default)s)")
     return parser
+
+
+def run(options: TrainOptions) -> int:
+    """Trains with a progress bar on stderr and a line per log entry on stdout.
+
+    Returns:
+        The exit code: 130 after an interruption.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("training", total=1.0)
+
+        def report(trainer: Trainer, entry: dict[str, Any] | None) -> None:
+            bar.update(task, completed=trainer.progress())
+            if entry is None:
+                return
+            line = f"step {entry['step']}: {entry['tokens_per_second']} tokens/s, loss {entry['loss']:.3f}"
+            if "held_out_loss" in entry:
+                density = " ".join(f"{x:.3f}" for x in entry["density"])
+                line += f", held out {entry['held_out_loss']:.3f}, density {density}"
+            print(line, flush=True)
+
+        trainer = train_tiny(options, report)
+    write_curve(trainer.state.log, options.out / "training" / "curve.png", options.out.name)
+    if trainer.progress() < 1.0:
+        print(f"stopped at {trainer.progress():.1%}; go on with --resume")
+        return 130
+    print(f"model: {options.out}")
+    return 0
 
 
 def main() -> int:
     """The command line."""
     values = vars(build_parser().parse_args())
-    options = TrainOptions(**{**values, "text": tuple(values["text"])})
-    trainer = train_tiny(options, lambda trainer, entry: print(json.dumps(entry), flush=True))
-    return 0 if trainer.progress() >= 1.0 else 130
+    try:
+        return run(TrainOptions(**{**values, "text": tuple(values["text"])}))
+    except (PowerInferError, OSError) as error:
+        print(f"train_tiny: {error}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())
