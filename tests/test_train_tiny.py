@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import random
 import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -237,3 +239,16 @@ def test_command_line_gives_the_options_and_their_defaults() -> None:
     args = vars(train_tiny.build_parser().parse_args(["--text", "a", "b", "--out", "c", "--density", "0.3"]))
     options = TrainOptions(**{**args, "text": tuple(args["text"])})
     assert options == TrainOptions(text=(Path("a"), Path("b")), out=Path("c"), density=0.3)
+
+
+def test_pages_become_text_with_their_lines_kept_where_they_matter(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    page.write_text(
+        "<html><head><title>T</title></head><body><nav>menu</nav><h1>One &amp; two</h1><p>Some\n  words<br>here</p>"
+        "<pre>def f():\n    return 1</pre><ul><li>a<li>b</ul><script>x</script></body></html>",
+        encoding="utf-8",
+    )
+    script = Path(__file__).resolve().parent.parent / "models" / "tiny-relu" / "html_text.py"
+    done = subprocess.run([sys.executable, script, page, page], capture_output=True, text=True, check=True)
+    text = "One & two\n\nSome words\nhere\n\ndef f():\n    return 1\n\na\nb\n"
+    assert done.stdout == (text + "\f") * 2

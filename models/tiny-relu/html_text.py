@@ -73,6 +73,7 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("pages", nargs="+", type=Path, metavar="FILE", help="HTML pages, UTF-8 or Latin-1")
+    sys.stdout.reconfigure(encoding="utf-8")
     for path in parser.parse_args().pages:
         data = path.read_bytes()
         try:
