@@ -375,7 +375,7 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         if self.pull is not None:
-            if state.step % _N_STEPS_PER_BASIS == 0 or not self.pull.bases:
+            if state.step % _N_STEPS_PER_BASIS == 0:
                 self.pull.find_bases()
             self.pull.apply(min(0.5, options.gate_pull * lr * min(1.0, progress / _RANK_RAMP)))
         wished = wished_density(progress, options.density)
@@ -471,7 +471,7 @@ class Trainer:
         self.optimizer.load_state_dict(stored["optimizer"])
         self.state = TrainState(**stored["state"])
         if self.pull is not None:
-            self.pull.bases = stored.get("bases", [])
+            self.pull.bases = stored["bases"]
 
 
 def option_values(options: TrainOptions) -> dict[str, Any]:
