@@ -28,6 +28,7 @@ VERBS = {
     "run": Verb("powerinfer_py.cli", "generate text", "add_run_arguments", "run_model"),
     "bench": Verb("powerinfer_py.bench", "speed of the sparsity modes against stock llama.cpp, or of each kernel"),
     "profile": Verb("powerinfer_py.tools.profile_activations", "run text through a model and write its plan"),
+    "train": Verb("powerinfer_py.tools.train_predictors", "predictors of active neurons for a model and its plan"),
     "pack": Verb("powerinfer_py.tools.pack_plan", "one file from base and sidecar", "add_pack_arguments", "run_pack"),
     "rebind": Verb(
         "powerinfer_py.tools.pack_plan",

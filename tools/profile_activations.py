@@ -34,7 +34,7 @@ from powerinfer_py.format import (
 from . import plot_profile
 from .calibration import Calibration, Loss, Steps, layer_row_bytes
 from .profile_state import ProfileState
-from .row_types import quantize_rows, row_type_id
+from .row_types import plan_rows, quantize_rows, row_type_id
 from .text_runner import Runner, text_windows
 from .thresholds import CALIBRATED_ACTIVATIONS
 
@@ -45,7 +45,6 @@ _MIN_HELD_OUT_WINDOWS = 2
 _MIN_WINDOWS = _N_PROBE_WINDOWS + 3 * _MIN_HELD_OUT_WINDOWS
 # Of the windows, each: those that choose the thresholds, those that measure the result.
 _HELD_OUT_SHARE = 0.2
-_N_DECODED_TOKENS = 128  # decoded one by one for the bytes that decoding reads
 _LITTLE_SAVED = 0.1  # share of FFN bytes below which the report says that there is little to be had
 
 
@@ -125,9 +124,7 @@ def down_rows(base: BaseModel, i_layer: int, options: ProfileOptions) -> Rows:
     values = np.ascontiguousarray(base.rows_f32(base.ffn(i_layer)["down"].name).T)
     row_type = derived_row_type(row_type_id(options.down_type), values.shape[1])
     data = quantize_rows(values, row_type.name, n_threads=options.threads or _core.physical_cores())
-    if row_type.name in ("F32", "F16"):
-        data = data.view(np.float32 if row_type.name == "F32" else np.float16)
-    return Rows(row_type, data, values.shape[1])
+    return plan_rows(data, row_type.name, values.shape[1])
 
 
 def make_profile(options: ProfileOptions, steps: Steps, note: Callable[[str], None]) -> Profile:
@@ -282,7 +279,7 @@ def _run(
             )
         layers.append(layer)
     base_bytes = [sum(t.n_bytes for t in base.ffn(i).values()) for i, layer in enumerate(plan.layers) if layer.n_ff]
-    stats = _decode_stats(runner, windows[counted[0]])
+    stats = runner.decode_stats(windows[counted[0]])
     has_thresholds = any(map(any, values))
     return Profile(
         plan=replace(
@@ -320,16 +317,6 @@ def _count(runner: Runner, windows: np.ndarray, state: ProfileState, steps: Step
             state.active, state.counted = active, counted
             state.save_sometimes()
             step()
-
-
-def _decode_stats(runner: Runner, window: np.ndarray) -> dict[str, Any]:
-    """The plan's statistics of decoding a window's second half token by token."""
-    first = len(window) // 2
-    runner.decode(window[:first])
-    runner.plan.reset_stats()
-    for i in range(first, min(len(window), first + _N_DECODED_TOKENS)):
-        runner.decode(window[i : i + 1], i)
-    return runner.plan.stats()
 
 
 # ---- Command line --------------------------------------------------------------------------------------------------

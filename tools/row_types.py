@@ -14,6 +14,7 @@ import gguf
 import numpy as np
 
 from powerinfer_py.errors import OptionError
+from powerinfer_py.format import Rows
 
 
 class _TypeTraits(ctypes.Structure):
@@ -132,6 +133,21 @@ def dequantize_rows(
 
     _run_parts(dequantize_part, n_rows, n_threads)
     return out
+
+
+def plan_rows(rows: np.ndarray, row_type: str, n_values: int) -> Rows:
+    """Bytes of rows as a plan wants them: floats that numpy has as such.
+
+    Args:
+        rows: (n_rows, row bytes) uint8.
+        row_type: ggml type name.
+        n_values: values per row.
+    Returns:
+        The rows of a plan.
+    """
+    type_id = row_type_id(row_type)
+    float_type = {gguf.GGMLQuantizationType.F32: np.float32, gguf.GGMLQuantizationType.F16: np.float16}.get(type_id)
+    return Rows(type_id, rows if float_type is None else rows.view(float_type), n_values)
 
 
 def _run_parts(run_part, n_rows: int, n_threads: int) -> None:

@@ -8,9 +8,11 @@ from __future__ import annotations
 import codecs
 import ctypes
 import logging
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import llama_cpp
 import numpy as np
@@ -18,6 +20,7 @@ import numpy as np
 from powerinfer_py import _core
 from powerinfer_py.errors import FormatError, OptionError, PlanError
 
+_N_DECODED_TOKENS = 128  # decoded one by one for what decoding reads
 # Thresholds of a layer that skips nothing: `threshold` mode without a fallback note.
 _NEVER = float(np.finfo(np.float32).tiny)
 
@@ -28,7 +31,7 @@ class Runner:
     def __init__(
         self,
         plan_path: Path,
-        model: Path,
+        model: Path | None,
         *,
         n_ctx: int,
         n_threads: int | None = None,
@@ -41,7 +44,7 @@ class Runner:
 
         Args:
             plan_path: the plan to run.
-            model: its base.
+            model: its base; None: where the plan says.
             n_ctx: tokens per window.
             n_threads: None: physical cores allowed.
             sparsity: the mode.
@@ -65,7 +68,7 @@ class Runner:
                 note=note,
             )
             stack.callback(self.plan.close)
-            self._load(stack, model, n_threads or _core.physical_cores())
+            self._load(stack, model or plan_path, n_threads or _core.physical_cores())
             self._stack = stack.pop_all()
 
     def _load(self, stack: ExitStack, model: Path, n_threads: int) -> None:
@@ -140,6 +143,20 @@ class Runner:
             raise PlanError(f"llama_decode: it ended with {code}; expected 0; see llama.cpp's messages above.")
         return np.ctypeslib.as_array(llama_cpp.llama_get_logits(self._context), shape=(n, self.n_vocab))
 
+    def run(self, window: np.ndarray) -> np.ndarray:
+        """Runs a window from an empty context; its first token is BOS where the model wants one.
+
+        Args:
+            window: (n_ctx,) int32.
+
+        Returns:
+            (n_ctx, n_vocab) float32, valid until the next decode.
+        """
+        if llama_cpp.llama_vocab_get_add_bos(self.vocab):
+            window = window.copy()
+            window[0] = llama_cpp.llama_vocab_bos(self.vocab)
+        return self.decode(window)
+
     def scored(self, window: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Runs a window; its second half counts, as in llama.cpp's perplexity.
 
@@ -151,10 +168,7 @@ class Runner:
             the sum of their exponentials (n_scored, 1) float64; those tokens (n_scored,) int32.
         """
         first = self.n_ctx // 2
-        window = window.copy()
-        if llama_cpp.llama_vocab_get_add_bos(self.vocab):
-            window[0] = llama_cpp.llama_vocab_bos(self.vocab)
-        logits = self.decode(window)[first:-1]
+        logits = self.run(window)[first:-1]
         top = logits.max(axis=1, keepdims=True)
         log_sum = top + np.log(np.exp(logits - top).sum(axis=1, keepdims=True, dtype=np.float64))
         return logits, log_sum, window[first + 1 :]
@@ -168,6 +182,25 @@ class Runner:
         """Mean negative log-likelihood of a window's second half, nats per token."""
         logits, log_sum, tokens = self.scored(window)
         return float((log_sum[:, 0] - logits[np.arange(len(tokens)), tokens]).mean())
+
+    def decode_stats(self, window: np.ndarray, n_tokens: int = _N_DECODED_TOKENS) -> dict[str, Any]:
+        """The plan's statistics of decoding tokens one by one, with the window's first half before them.
+
+        Args:
+            window: (n,) int32.
+            n_tokens: to decode, at most half of the window.
+
+        Returns:
+            Of _core.Plan.stats; and `wall_us`, the time that decoding took.
+        """
+        first = len(window) // 2
+        self.decode(window[:first])
+        self.plan.reset_stats()
+        started = time.perf_counter()
+        for i in range(first, min(len(window), first + n_tokens)):
+            self.decode(window[i : i + 1], i)
+        wall_us = (time.perf_counter() - started) * 1e6
+        return {**self.plan.stats(), "wall_us": wall_us}
 
     def set_thresholds(self, values: Sequence[tuple[float, float]]) -> None:
         """Sets (threshold, product_threshold) per layer, and the mode that uses them."""
