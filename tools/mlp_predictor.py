@@ -18,7 +18,8 @@ from .predictor import LinearFit, LinearPredictor, MlpPredictor
 
 _BATCH = 512
 _LEARNING_RATE = 4e-3
-_PATIENCE = 3  # epochs without a better one
+_START_SPREAD = 3.0  # standard deviation of the scores that training starts with, as logits
+_PATIENCE = 3  # epochs without a better one, in the second half of them
 # Active neurons weigh as much more as makes the wished recall's threshold the even odds, within these limits.
 _POSITIVE_WEIGHT = (1.0, 20.0)
 # A value below this share of tokens falls into the ReLU's zero part where a start is to be linear.
@@ -90,16 +91,20 @@ def start_of(fit: LinearFit, rank: int, x: np.ndarray, constant: np.ndarray) -> 
     Returns:
         The shifted one and the paired one; unit 0 is the constant's, or the strongest.
     """
-    inner = min(rank - 1, fit.rank)
+    inner = rank - 1
     fc1, fc2 = fit.fc1[:inner], fit.scaled(inner).fc2
     shift = np.maximum(0.0, -np.quantile(x @ fc1.T, _CLIPPED_SHARE, axis=0)).astype(np.float32)
     shifted = MlpPredictor(
         np.concatenate([constant[None], fc1 + shift[:, None] * constant]),
         np.concatenate([-(fc2 @ shift)[:, None], fc2], axis=1),
     )
-    half = min(rank // 2, fit.rank)
+    half = rank // 2
     fc1, fc2 = fit.fc1[:half], fit.scaled(half).fc2
-    paired = MlpPredictor(np.concatenate([fc1, -fc1]), np.concatenate([fc2, -fc2], axis=1))
+    nothing = rank - 2 * half
+    paired = MlpPredictor(
+        np.pad(np.concatenate([fc1, -fc1]), ((0, nothing), (0, 0))),
+        np.pad(np.concatenate([fc2, -fc2], axis=1), ((0, 0), (0, nothing))),
+    )
     return [shifted, paired]
 
 
@@ -149,9 +154,11 @@ def train_mlp(
     inputs = torch.from_numpy(np.array(x)).to(device)
     bits = torch.from_numpy(np.array(packed)).to(device)
     shifts = torch.arange(8, dtype=torch.uint8, device=device)
-    start = balanced(start, x[: 4 * _BATCH].astype(np.float32))
+    few = x[: 4 * _BATCH].astype(np.float32)
+    scale = np.float32(_START_SPREAD / max(float(start.scores(few).std()), 1e-30))
+    start = balanced(MlpPredictor(start.fc1, start.fc2 * scale), few)
     fc1, fc2 = (torch.from_numpy(np.array(w, np.float32)).to(device).requires_grad_() for w in (start.fc1, start.fc2))
-    bias = torch.tensor(-threshold, device=device, requires_grad=True)
+    bias = torch.tensor(-threshold * float(scale), device=device, requires_grad=True)
     weight = torch.tensor(float(np.clip(positive_weight, *_POSITIVE_WEIGHT)), device=device)
     optimizer = torch.optim.Adam([fc1, fc2, bias], lr=_LEARNING_RATE)
     generator = torch.Generator().manual_seed(options.seed)
@@ -176,7 +183,7 @@ def train_mlp(
             i_step += 1
         found = MlpPredictor(*(w.detach().cpu().numpy().copy() for w in (fc1, fc2)))
         found_candidates = candidates(found)
-        n_worse += 1
+        n_worse += epoch > options.epochs // 2
         if found_candidates < best_candidates:
             best, best_candidates, n_worse = found, found_candidates, 0
         if n_worse == _PATIENCE or time.monotonic() - started > options.max_seconds:

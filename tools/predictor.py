@@ -226,6 +226,16 @@ class LinearFit:
         """The highest rank."""
         return len(self.fc1)
 
+    def padded(self, rank: int) -> LinearFit:
+        """The same with zeros up to a rank, for rows that must be whole blocks."""
+        n = max(0, rank - self.rank)
+        return replace(
+            self,
+            fc1=np.pad(self.fc1, ((0, n), (0, 0))),
+            fc2=np.pad(self.fc2, ((0, 0), (0, n))),
+            explained=np.pad(self.explained, (0, n)),
+        )
+
     def at(self, rank: int) -> LinearPredictor:
         """The predictor of a rank, scores as they come: approximate products."""
         return LinearPredictor(self.fc1[:rank], self.fc2[:, :rank])

@@ -46,6 +46,8 @@ _WISHED_ACCURACY = 0.95
 _MAX_MORE_CANDIDATES = 0.01
 # Training must leave so much fewer candidates to be worth its ReLU.
 _MIN_GAIN = 0.01
+# So few candidates per active neuron that is kept leave nothing to be gained.
+_NEARLY_IDEAL = 1.05
 
 
 @dataclass(frozen=True)
@@ -140,9 +142,14 @@ class LayerResult:
 
 
 @functools.lru_cache(maxsize=1)
-def _open(plan: Path, base: Path | None) -> tuple[Plan, BaseModel]:
+def _open_files(plan: Path, base: Path | None, identity: str) -> tuple[Plan, BaseModel]:
     opened = read_plan(plan)
     return opened, opened.open_base(base)
+
+
+def _open(task: LayerTask) -> tuple[Plan, BaseModel]:
+    """A worker's plan and base, opened once; a plan that was written anew isn't mistaken for the old one."""
+    return _open_files(task.plan, task.base, json.dumps(task.shards.identity))
 
 
 class _Data:
@@ -208,7 +215,7 @@ def search_layer(task: LayerTask) -> SizeCurve:
         largest = min(largest, int(task.most_parameters // task.cost.n_parameters(1)) // RANK_STEP * RANK_STEP)
     if largest == 0 or not active.any():
         return SizeCurve((), (), (), density)
-    plan, base = _open(task.plan, task.base)
+    plan, base = _open(task)
     sets = ActiveSets(base, plan, task.i_layer)
     rows = data.fit_rows()
     x = data.inputs(rows)
@@ -223,6 +230,7 @@ def search_layer(task: LayerTask) -> SizeCurve:
             fits.append(replace(fits[0], is_comparable=True))
         if not sets.is_linear:
             fits.append(fit_probabilities(x, active_fit, moment, limit, seed=task.seed))
+        fits = [fit.padded(limit) for fit in fits]  # a gate's own rank may be lower
         curves = [_curve(fit, x_calibration, active, task.recall) for fit in fits]
         best = int(np.argmin([curve.candidate_density[-1] for curve in curves]))
         found[limit] = fits[best], curves[best]
@@ -259,7 +267,7 @@ def _curve(fit: LinearFit, x: np.ndarray, active: np.ndarray, recall: float) -> 
     products = np.zeros(active.shape, np.float32)
     ranks, candidates, accuracy = [], [], []
     done = 0
-    for rank in range(min(RANK_STEP, fit.rank), fit.rank + 1, RANK_STEP):
+    for rank in range(RANK_STEP, fit.rank + 1, RANK_STEP):
         products += hidden[:, done:rank] @ fit.fc2[:, done:rank].T
         done = rank
         scores = products if fit.is_comparable else products / fit.error(rank)
@@ -292,9 +300,10 @@ def train_layer(task: LayerTask, rank: int) -> LayerResult:
     inner = rank if task.searched_type == "f16" else rank - 1
     made: list[tuple[float, LinearPredictor, int]] = []
     if task.kind in ("auto", "linear"):
-        linear = mlp_predictor.balanced(fit.scaled(min(inner, fit.rank)), x)
+        linear = mlp_predictor.balanced(fit.scaled(inner), x)
         made.append((data.candidates(linear), linear, 0))
-    if task.kind in ("auto", "mlp"):
+        ideal = task.recall * float(data.calibration[1].mean())
+    if task.kind == "mlp" or (task.kind == "auto" and made[0][0] > _NEARLY_IDEAL * ideal):
         mlp, epochs = _train_mlp(task, data, fit, inner, x)
         gain = _MIN_GAIN if made else 0.0
         made.append((data.candidates(mlp) * (1.0 + gain), mlp, epochs))
@@ -387,7 +396,7 @@ def _measure(
     task: LayerTask, data: _Data, predictor: LinearPredictor, threshold: float
 ) -> tuple[PredictorQuality, float]:
     """Quality on all tokens of the part that measures, and up rows saved / n_ff where activity depends on up."""
-    plan, base = _open(task.plan, task.base)
+    plan, base = _open(task)
     sets = ActiveSets(base, plan, task.i_layer)
     rows = data.shards.sample.rows("measure")
     step = max(1, _MAX_SCORES // task.cost.n_ff)

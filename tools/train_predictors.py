@@ -470,6 +470,7 @@ def _in_parallel(
         pool.shutdown(wait=False, cancel_futures=True)
         for process in set(multiprocessing.active_children()) - before:
             process.terminate()
+            process.join()
 
 
 def _ignore_interrupt() -> None:
