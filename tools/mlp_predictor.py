@@ -16,7 +16,7 @@ from powerinfer_py.errors import OptionError
 
 from .predictor import LinearFit, LinearPredictor, MlpPredictor
 
-_BATCH = 512
+_BATCH = 512  # at most, and an epoch has 32 of them at least
 _LEARNING_RATE = 4e-3
 _START_SPREAD = 3.0  # standard deviation of the scores that training starts with, as logits
 _PATIENCE = 3  # epochs without a better one, in the second half of them
@@ -154,6 +154,7 @@ def train_mlp(
     inputs = torch.from_numpy(np.array(x)).to(device)
     bits = torch.from_numpy(np.array(packed)).to(device)
     shifts = torch.arange(8, dtype=torch.uint8, device=device)
+    batch = max(1, min(_BATCH, len(x) // 32))
     few = x[: 4 * _BATCH].astype(np.float32)
     scale = np.float32(_START_SPREAD / max(float(start.scores(few).std()), 1e-30))
     start = balanced(MlpPredictor(start.fc1, start.fc2 * scale), few)
@@ -169,12 +170,12 @@ def train_mlp(
             scores = torch.relu(inputs[rows].float() @ fc1.T) @ fc2.T
         return torch.nn.functional.binary_cross_entropy_with_logits(scores.float() + bias, active, pos_weight=weight)
 
-    low = _bf16_is_faster(lambda low: loss_of(torch.arange(min(len(x), _BATCH)), low).backward())
+    low = _bf16_is_faster(lambda low: loss_of(torch.arange(batch), low).backward())
     best, best_candidates, n_worse = start, candidates(start), 0
-    n_steps = options.epochs * -(-len(x) // _BATCH)
+    n_steps = options.epochs * -(-len(x) // batch)
     i_step, started = 0, time.monotonic()
     for epoch in range(1, options.epochs + 1):
-        for rows in torch.randperm(len(x), generator=generator).split(_BATCH):
+        for rows in torch.randperm(len(x), generator=generator).split(batch):
             for group in optimizer.param_groups:
                 group["lr"] = _LEARNING_RATE * (1.0 - i_step / n_steps)
             optimizer.zero_grad()
