@@ -288,7 +288,7 @@ def test_auto_takes_the_better_kind_and_mlp_runs_in_the_core(options: tp.TrainOp
     assert [layer.predictor for layer in found.plan.layers] == ["linear", "mlp"]
 
 
-def test_rows_are_the_smallest_that_decide_the_same(options: tp.TrainOptions) -> None:
+def test_rows_are_of_the_type_asked_for_and_decide_nearly_the_same(options: tp.TrainOptions) -> None:
     auto = train(options).layers
     for row_type in ("q8_0", "q4_0", "f16"):
         fixed = train(dataclasses.replace(options, row_type=row_type)).layers

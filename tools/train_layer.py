@@ -35,15 +35,13 @@ from .predictor import (
     measure_predictor,
     round_predictor,
 )
-from .predictor_cost import RANK_STEP, LayerCost, SizeCurve, best_saving, grow, start_rank
+from .predictor_cost import PREDICTOR_TYPES, RANK_STEP, LayerCost, SizeCurve, best_saving, grow, start_rank
 
 # Of one layer's scores at a time (128 MiB), and of the inputs that the closed fit sees (256 MiB).
 _MAX_SCORES = 1 << 25
 _MAX_FIT_VALUES = 1 << 26
 # The paper's: a layer's predictor grows until so many of its decisions are right (PowerInfer, SOSP'24, section 5.1).
 _WISHED_ACCURACY = 0.95
-# Rounded rows decide the same when they need so little more at the same recall.
-_MAX_MORE_CANDIDATES = 0.01
 # Training must leave so much fewer candidates to be worth its ReLU.
 _MIN_GAIN = 0.01
 # So few candidates per active neuron that is kept leave nothing to be gained.
@@ -372,18 +370,16 @@ def _train_mlp(task: LayerTask, data: _Data, fit: LinearFit, rank: int, x: np.nd
 
 
 def _choose_rows(task: LayerTask, data: _Data, predictor: LinearPredictor, x: np.ndarray) -> PredictorRows:
-    """The smallest rows with which the predictor decides as before, of those that are allowed."""
+    """The rows that save most time at the wished recall: coarser ones are read faster, and may leave more candidates."""
+    types = (task.row_type,)
     if task.row_type == "auto":
-        types = ("q4_0", "q8_0", "f16") if task.searched_type == "q8_0" else ("f16",)
-    else:
-        types = (task.row_type,)
-    limit = data.candidates(predictor) * (1.0 + _MAX_MORE_CANDIDATES)
+        types = PREDICTOR_TYPES if task.searched_type == "q8_0" else ("f16",)
     x = x[:: max(1, len(x) * task.cost.n_ff // _MAX_SCORES)]
-    for row_type in types:
-        rows = _float_rows(predictor) if row_type == "f16" else round_predictor(predictor, x, row_type)
-        if row_type == types[-1] or data.candidates(rows.rounded) <= limit:
-            return rows
-    raise AssertionError("types is never empty")
+    made = [_float_rows(predictor) if t == "f16" else round_predictor(predictor, x, t) for t in types]
+    return max(
+        made,
+        key=lambda rows: task.cost.saving_us(rows.rounded.rank, rows.row_type, data.candidates(rows.rounded)),
+    )
 
 
 def _float_rows(predictor: LinearPredictor) -> PredictorRows:

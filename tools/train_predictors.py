@@ -108,7 +108,7 @@ class Check:
         without: the mode that it is compared with: exact, threshold.
         perplexity, predicted_perplexity: without and with predictors.
         recall: active neurons with / without predictors.
-        candidate_density: gate rows used / n_ff, of layers with a predictor.
+        candidate_density: gate rows used / n_ff.
         token_us, predicted_token_us: decoding time, FFNs and all else.
         predictor_share: predictors' part of predicted_token_us.
     """
@@ -270,7 +270,8 @@ def make_training(options: TrainOptions, steps: Steps, note: Callable[[str], Non
             mapped=options.mapped,
             note=lambda text: None,  # layers without a predictor are in the report
         ) as runner:
-            check = _check(runner, windows[numbers], without, steps)
+            made = [result.i_layer for result in results if result.kind != "none"]
+            check = _check(runner, windows[numbers], made, without, steps)
     if not options.keep:
         shutil.rmtree(options.folder)
     return Training(new, results, rates, _n_parameters(base), corpus, check)
@@ -514,10 +515,9 @@ def _new_plan(plan: Plan, tasks: Sequence[LayerTask], results: Sequence[LayerRes
     return replace(plan, layers=tuple(layers), predictor_input="ffn_input")
 
 
-def _check(runner: Runner, windows: np.ndarray, without: str, steps: Steps) -> Check:
-    """Runs the text with and without predictors, and decodes some of it."""
+def _check(runner: Runner, windows: np.ndarray, made: Sequence[int], without: str, steps: Steps) -> Check:
+    """Runs the text with and without predictors, and decodes some of it; shares are those of the layers made."""
     likelihoods, stats, decoded = [], [], []
-    made: list[int] = []
     with steps("check", 2 * len(windows)) as step:
         for mode in (without, "predicted"):
             runner.plan.set_sparsity(mode)
@@ -526,9 +526,7 @@ def _check(runner: Runner, windows: np.ndarray, without: str, steps: Steps) -> C
             for window in windows:
                 likelihoods[-1].append(runner.likelihood(window))
                 step()
-            layers = runner.plan.layers()
-            stats.append(layers)
-            made = [i for i, layer in enumerate(layers) if layer["sparsity"] == "predicted"]
+            stats.append(runner.plan.layers())
             decoded.append(runner.decode_stats(windows[0]))
 
     def total(which: int, name: str) -> float:
@@ -638,7 +636,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--type",
         choices=("auto", "q8_0", "q4_0", "f16"),
         default=defaults["row_type"],
-        help="of the predictors' rows; auto: the smallest that decides the same (default: %(default)s)",
+        help="of the predictors' rows; auto: what saves most time at the same recall (default: %(default)s)",
     )
     parser.add_argument(
         "--epochs", type=_count_of, default=defaults["epochs"], help="of a training, at most (default: %(default)s)"
