@@ -31,6 +31,7 @@ VERBS = {
         "powerinfer_py.tools.convert_hf_to_powerinfer_gguf", "a Hugging Face checkpoint to an extended GGUF"
     ),
     "profile": Verb("powerinfer_py.tools.profile_activations", "run text through a model and write its plan"),
+    "train": Verb("powerinfer_py.tools.train_predictors", "predictors of active neurons for a model and its plan"),
     "perplexity": Verb("powerinfer_py.tools.perplexity", "quality of the sparsity modes against dense on a text"),
     "pack": Verb("powerinfer_py.tools.pack_plan", "one file from base and sidecar", "add_pack_arguments", "run_pack"),
     "rebind": Verb(

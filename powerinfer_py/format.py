@@ -993,7 +993,7 @@ def write_plan(
     plan: Plan,
     path: str | os.PathLike[str],
     *,
-    base_embedded: str | os.PathLike[str] | None = None,
+    base_embedded: str | os.PathLike[str] | BaseModel | None = None,
     progress: Progress | None = None,
 ) -> Path:
     """Writes an extended GGUF: a temporary file, read back with every check, then renamed.
@@ -1001,7 +1001,7 @@ def write_plan(
     Args:
         plan: what to write.
         path: the file.
-        base_embedded: a stock GGUF to carry inside, merged when it is a split one; None: a sidecar.
+        base_embedded: a stock GGUF to carry inside, or an opened one, merged when it is split; None: a sidecar.
         progress: called while tensors are copied, with bytes written and bytes in all.
 
     Returns:
@@ -1010,9 +1010,11 @@ def write_plan(
     Raises:
         FormatError: the plan is against the format; no file is left then.
     """
+    if base_embedded is not None and not isinstance(base_embedded, BaseModel):
+        base_embedded = BaseModel(base_embedded)
     with atomic_path(path) as temporary:
         try:
-            _write(plan, temporary, None if base_embedded is None else BaseModel(base_embedded), progress)
+            _write(plan, temporary, base_embedded, progress)
             read_plan(temporary)
         except FormatError as error:
             raise FormatError(str(error).replace(str(temporary), str(path), 1)) from None

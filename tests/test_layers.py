@@ -161,7 +161,7 @@ def test_tools_import_format_errors_and_each_other(path: Path) -> None:
     """`_core` and `Llama` too: profiling runs models."""
     imported = {name.split(".")[1] for name in imported_modules(path) if name.startswith("powerinfer_py.")}
     known = {p.stem for p in PACKAGE.glob("*.py")}
-    assert imported & known <= {"errors", "format", "gguf_file", "llama", "bench", "bench_report"}
+    assert imported & known <= {"errors", "format", "gguf_file", "llama", "bench", "bench_machine", "bench_report"}
 
 
 def test_package_doesnt_need_torch() -> None:

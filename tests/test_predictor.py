@@ -94,7 +94,7 @@ def test_rounding_keeps_each_neurons_average_score(row_type: str, share: float) 
     gate = gate_matrix(n_ff, n_embd)
     gate[:, :32] = -rng.uniform(0.0, 2.0, (n_ff, 1))  # offsets far larger than what four bits resolve
     fit = predictor.fit_linear_predictor(gate, x[:600], 63)
-    rows = predictor.round_linear_predictor(fit, x[:600], row_type)
+    rows = predictor.round_predictor(fit, x[:600], row_type)
     assert rows.fc1.shape == (64, row_bytes(n_embd, row_type)) and rows.fc2.shape == (n_ff, row_bytes(64, row_type))
     assert np.array_equal(dequantize_rows(rows.fc2, row_type), rows.rounded.fc2)
 

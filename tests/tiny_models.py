@@ -100,6 +100,7 @@ def write_tiny_model(
     up_bias: float | None = None,
     n_expert: int = 0,
     split_max_tensors: int = 0,
+    gate_ranks: tuple[int, ...] = (),
 ) -> Path:
     """Writes a model whose logits are of the order of 1.
 
@@ -121,6 +122,7 @@ def write_tiny_model(
         up_bias: one value for all biases of up; None: random.
         n_expert: experts, 2 of them used; 0: a dense FFN (llama only).
         split_max_tensors: tensors per file; 0: one file.
+        gate_ranks: rank of each layer's gate; empty: full.
 
     Returns:
         The path, or that of the first part.
@@ -154,9 +156,11 @@ def write_tiny_model(
     _add_vocab(writer, n_vocab)
 
     def matrix(
-        name: str, *shape: int, gain: float = 1.0, kind: GGMLQuantizationType = GGMLQuantizationType.F32
+        name: str, *shape: int, gain: float = 1.0, kind: GGMLQuantizationType = GGMLQuantizationType.F32, rank: int = 0
     ) -> None:
         values = rng.standard_normal(shape, np.float32) * np.float32(gain / np.sqrt(shape[-1]))
+        if rank:
+            values = values[:, :rank] @ rng.standard_normal((rank, shape[-1]), np.float32) / np.float32(np.sqrt(rank))
         kind = pi_format.derived_row_type(kind, shape[-1])
         writer.add_tensor(name, quantize_rows(values, kind), raw_dtype=kind)
 
@@ -202,7 +206,8 @@ def write_tiny_model(
             matrix(f"{blk}.ffn_down_exps.weight", n_expert, n_embd, n_ff, gain=residual_gain, kind=ffn_type)
             continue
         if gated:
-            matrix(f"{blk}.ffn_gate.weight", n_ff, n_embd, kind=ffn_type)
+            rank = gate_ranks[i] if gate_ranks else 0
+            matrix(f"{blk}.ffn_gate.weight", n_ff, n_embd, kind=ffn_type, rank=rank)
         matrix(f"{blk}.ffn_up.weight", n_ff, n_embd, kind=ffn_type)
         matrix(f"{blk}.ffn_down.weight", n_embd, n_ff, gain=2 * residual_gain, kind=ffn_type)
         if with_bias:

@@ -114,9 +114,7 @@ def rows_of(values: np.ndarray, row_type: gguf.GGMLQuantizationType, *, n_thread
     Raises:
         OptionError: a type that needs an importance matrix, or rows that aren't whole blocks.
     """
-    data = quantize_rows(values, row_type.name, n_threads=n_threads)
-    float_type = {"F32": np.float32, "F16": np.float16}.get(row_type.name)
-    return Rows(row_type, data if float_type is None else data.view(float_type), values.shape[1])
+    return plan_rows(quantize_rows(values, row_type.name, n_threads=n_threads), row_type.name, values.shape[1])
 
 
 def dequantize_rows(
@@ -150,6 +148,21 @@ def dequantize_rows(
 
     _run_parts(dequantize_part, n_rows, n_threads)
     return out
+
+
+def plan_rows(rows: np.ndarray, row_type: str, n_values: int) -> Rows:
+    """Bytes of rows as a plan wants them: floats that numpy has as such.
+
+    Args:
+        rows: (n_rows, row bytes) uint8.
+        row_type: ggml type name.
+        n_values: values per row.
+    Returns:
+        The rows of a plan.
+    """
+    type_id = row_type_id(row_type)
+    float_type = {gguf.GGMLQuantizationType.F32: np.float32, gguf.GGMLQuantizationType.F16: np.float16}.get(type_id)
+    return Rows(type_id, rows if float_type is None else rows.view(float_type), n_values)
 
 
 def _run_parts(run_part, n_rows: int, n_threads: int) -> None:

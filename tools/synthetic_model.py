@@ -19,10 +19,10 @@ import gguf
 import numpy as np
 
 from powerinfer_py.errors import OptionError
-from powerinfer_py.format import BASE_TENSORS, SIDECAR_SUFFIX, PlanLayer, Rows, atomic_path, bare_plan, write_plan
+from powerinfer_py.format import BASE_TENSORS, SIDECAR_SUFFIX, PlanLayer, atomic_path, bare_plan, write_plan
 
-from .predictor import calibrate_threshold, fit_linear_predictor, measure_predictor, round_linear_predictor
-from .row_types import dequantize_rows, quantize_rows, row_bytes, row_type_id
+from .predictor import calibrate_threshold, fit_linear_predictor, measure_predictor, round_predictor
+from .row_types import dequantize_rows, plan_rows, quantize_rows, row_bytes, row_type_id
 
 # Dimensions of the residual stream that hold one constant: a whole block of every 32-wide row type, so that the
 # offsets of the neurons don't coarsen the rest of their rows.
@@ -531,7 +531,7 @@ def _write_layers(
         predictor = fit_linear_predictor(
             state.gate, x[:fit_end], options.predictor_rank - 1, seed=int(rng.integers(1 << 32))
         )
-        predictor_rows = round_linear_predictor(predictor, x[:fit_end], options.predictor_type)
+        predictor_rows = round_predictor(predictor, x[:fit_end], options.predictor_type)
         scores = predictor_rows.rounded.scores(x[fit_end:])
         n_choose = choose_end - fit_end
         threshold = calibrate_threshold(scores[:n_choose], active[fit_end:choose_end], options.recall)
@@ -547,10 +547,10 @@ def _write_layers(
                 n_ff=n_ff,
                 neuron_order=order,
                 neuron_frequency=frequency,
-                ffn_down_t=_plan_rows(down_t_rows[order], options.row_type, n_embd),
+                ffn_down_t=plan_rows(down_t_rows[order], options.row_type, n_embd),
                 predictor="linear",
-                fc1=_plan_rows(predictor_rows.fc1, options.predictor_type, n_embd),
-                fc2=_plan_rows(predictor_rows.fc2[order], options.predictor_type, options.predictor_rank),
+                fc1=plan_rows(predictor_rows.fc1, options.predictor_type, n_embd),
+                fc2=plan_rows(predictor_rows.fc2[order], options.predictor_type, options.predictor_rank),
                 predictor_threshold=threshold,
                 predictor_recall=quality.recall,
                 predictor_candidate_density=quality.candidate_density,
@@ -571,13 +571,6 @@ def _write_layers(
     return layers, SyntheticReport(
         density, candidate_density, recall, overlap, top_share, writer.token_bytes, predictor_bytes
     )
-
-
-def _plan_rows(rows: np.ndarray, row_type: str, n_values: int) -> Rows:
-    """Bytes of rows as a plan wants them: floats that numpy has as such."""
-    type_id = row_type_id(row_type)
-    float_type = {gguf.GGMLQuantizationType.F32: np.float32, gguf.GGMLQuantizationType.F16: np.float16}.get(type_id)
-    return Rows(type_id, rows if float_type is None else rows.view(float_type), n_values)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -174,6 +174,21 @@ class Runner:
         self.decode_s += time.perf_counter() - start
         return np.ctypeslib.as_array(logits, shape=(n - i_first, self.n_vocab))
 
+    def run(self, window: np.ndarray, i_first: int = 0) -> np.ndarray:
+        """Runs a window from an empty context; its first token is BOS where the model wants one.
+
+        Args:
+            window: (n_ctx,) int32.
+            i_first: as in decode().
+
+        Returns:
+            (n_ctx - i_first, n_vocab) float32, valid until the next decode.
+        """
+        if self.bos is not None:
+            window = window.copy()
+            window[0] = self.bos
+        return self.decode(window, i_first=i_first)
+
     def scored(self, window: np.ndarray, *, whole: bool = True) -> TokenScores:
         """Runs a window; its second half counts, as in llama.cpp's perplexity.
 
@@ -185,24 +200,30 @@ class Runner:
             Scores of the second half but its last place, valid until the next decode.
         """
         first = self.n_ctx // 2
-        tokens = window.copy()
-        if self.bos is not None:
-            tokens[0] = self.bos
-        logits = self.decode(tokens)[first:] if whole else self.decode(tokens, i_first=first)
+        logits = self.run(window)[first:] if whole else self.run(window, first)
         return TokenScores.of(logits[:-1], window[first + 1 :])
 
     def likelihood(self, window: np.ndarray) -> float:
         """Mean negative log-likelihood of a window's second half, nats per token."""
         return float(self.scored(window).negative_log_likelihoods().mean())
 
-    def decode_stats(self, window: np.ndarray) -> dict[str, Any]:
-        """The plan's statistics of decoding a window's second half, or its beginning, token by token."""
+    def decode_stats(self, window: np.ndarray, n_tokens: int = _N_DECODED_TOKENS) -> dict[str, Any]:
+        """The plan's statistics of decoding tokens one by one, with the window's first half before them.
+
+        Args:
+            window: (n,) int32.
+            n_tokens: to decode, at most half of the window.
+
+        Returns:
+            Of _core.Plan.stats; and `wall_us`, the time that decoding took.
+        """
         first = len(window) // 2
         self.decode(window[:first])
         self.plan.reset_stats()
-        for i in range(first, min(len(window), first + _N_DECODED_TOKENS)):
+        before = self.decode_s
+        for i in range(first, min(len(window), first + n_tokens)):
             self.decode(window[i : i + 1], i)
-        return self.plan.stats()
+        return {**self.plan.stats(), "wall_us": (self.decode_s - before) * 1e6}
 
     def set_thresholds(self, values: Sequence[tuple[float, float]]) -> None:
         """Sets (threshold, product_threshold) per layer, and the mode that uses them."""

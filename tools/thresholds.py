@@ -62,7 +62,16 @@ def _bins(values: np.ndarray) -> np.ndarray:
     return np.clip(bins, 0, N_BINS - 1).astype(np.intp)
 
 
-def _activate(activation: str, v: np.ndarray) -> np.ndarray:
+def activate(activation: str, v: np.ndarray) -> np.ndarray:
+    """Activations without exact zeros.
+
+    Args:
+        activation: `silu` or `gelu`.
+        v: float32, any shape.
+
+    Returns:
+        float32 of the same shape.
+    """
     if activation == "silu":
         return v / (1 + np.exp(-np.clip(v, -80, None)))
     if activation == "gelu":
@@ -92,10 +101,10 @@ def neuron_impacts(base: BaseModel, activation: str, i_layer: int, x: np.ndarray
         return out + base.array(bias) if bias in base.tensors else out
 
     if "gate" in base.ffn(i_layer):
-        a = _activate(activation, projected("gate"))
+        a = activate(activation, projected("gate"))
         product = a * projected("up")
     else:
-        a = product = _activate(activation, projected("up"))
+        a = product = activate(activation, projected("up"))
     down_norm = np.linalg.norm(base.rows_f32(BASE_TENSORS["base_down"] % i_layer), axis=0)
     return np.abs(a), np.abs(product) * down_norm
 
