@@ -139,7 +139,7 @@ def test_python_in_the_documents_uses_what_exists(block: str) -> None:
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_link_in_the_documents_leads_somewhere(name: str) -> None:
     text = (ROOT / name).read_text(encoding="utf-8")
-    for target in re.findall(r"\]\(([^)#]+)\)", text):
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
         assert target.startswith("https://") or (ROOT / name).parent.joinpath(target).exists(), f"{name}: {target}"
 
 
