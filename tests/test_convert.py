@@ -358,6 +358,14 @@ def test_text_gives_order_and_thresholds(tmp_path: Path, family: str, notes: lis
     assert np.array_equal(layer.ffn_down_t.to_f32(), down.T[layer.neuron_order])
 
 
+def test_nothing_is_said_of_the_plan_that_is_only_profiled(tmp_path: Path, notes: list[str]) -> None:
+    oracle = hf.FAMILIES["llama-silu"]()
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(f"{word} the an {word * 7}" for word in range(120)))
+    convert(oracle.save(tmp_path / "hf"), "--text", text, outtype="q8_0")
+    assert not [said for said in notes if ".tmp" in said or "neuron-major" in said]
+
+
 def write_imatrix(folder: Path, names: dict[str, int]) -> tuple[Path, Path]:
     """The same importance in both formats."""
     rng = np.random.default_rng(1)

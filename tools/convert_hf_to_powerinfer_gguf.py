@@ -354,6 +354,11 @@ def _profiled(base: Path, model: HfModel, options: ConvertOptions, folder: Path,
     """The plan with order, frequencies and thresholds from text."""
     from powerinfer_py.tools.profile_activations import ProfileOptions, make_profile
 
+    def note_of_result(text: str) -> None:
+        # The core speaks of the plan that is profiled, which has no down rows yet; the one that is written has them.
+        if str(folder) not in text:
+            note(text)
+
     profile = make_profile(
         ProfileOptions(
             model=base,
@@ -367,7 +372,7 @@ def _profiled(base: Path, model: HfModel, options: ConvertOptions, folder: Path,
             keeps_state=False,
         ),
         steps,
-        note,
+        note_of_result,
     )
     if profile.loss is not None:
         note(f"perplexity on held-out text: {profile.loss.relative:+.2%} (standard error {profile.loss.error:.2%}).")
