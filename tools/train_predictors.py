@@ -467,10 +467,9 @@ def _in_parallel(
             "a script of your own needs `if __name__ == '__main__':`."
         ) from None
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
         for process in set(multiprocessing.active_children()) - before:
             process.terminate()
-            process.join()
+        pool.shutdown(cancel_futures=True)  # waits for the pool's own thread, the only one that joins its processes
 
 
 def _ignore_interrupt() -> None:
