@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import inspect
 import io
 import json
@@ -907,6 +908,6 @@ def test_model_that_isnt_bpe_is_refused(gpt2: Path, change: Callable[..., Path],
 
 
 def test_missing_package_names_the_extra(gpt2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hf_tokenizer.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(OptionError, match=r"tokenizers isn't installed.*powerinfer_py\[convert\]"):
         convert(gpt2, tmp_path / "x.gguf")

@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from powerinfer_py.errors import FormatError, OptionError
+from powerinfer_py.errors import FormatError
+
+from .arguments import need_packages
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,10 +45,35 @@ def read_json(path: Path) -> dict[str, Any]:
             f"{path}: {error.strerror}; expected a file of a Hugging Face checkpoint; check the folder."
         ) from None
     except ValueError as error:
-        raise FormatError(f"{path}: can't be read ({str(error)[:120]}); expected JSON; {COPY_AGAIN}") from None
+        raise FormatError(
+            f"{path}: can't be read ({str(error)[:120]}); expected JSON; download or mend the file."
+        ) from None
     if not isinstance(value, dict):
-        raise FormatError(f"{path}: holds {type(value).__name__}; expected a JSON object; {COPY_AGAIN}")
+        raise FormatError(f"{path}: holds {type(value).__name__}; expected a JSON object; download or mend the file.")
     return value
+
+
+def load_torch_file(path: Path, otherwise: str, *, mapped: bool = True) -> Any:
+    """What torch.save stored in a file, data only.
+
+    Args:
+        path: the file.
+        otherwise: what a file that can't be read may be, and what to do.
+        mapped: tensors are mapped, which files of before torch 1.6 don't allow.
+
+    Returns:
+        Whatever it holds.
+
+    Raises:
+        FormatError: torch can't read it.
+    """
+    import torch
+
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except Exception as error:  # torch's errors on damaged files have no common class
+        reason = str(error).strip().partition("\n")[0][:120] or type(error).__name__
+        raise FormatError(f"{path}: torch can't read it as plain tensors ({reason}); {otherwise}") from None
 
 
 class Checkpoint:
@@ -72,14 +99,7 @@ class Checkpoint:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.types: dict[str, str] = {}
         self._files: dict[str, Any] = {}
-        try:
-            import safetensors  # noqa: F401
-            import torch  # noqa: F401
-        except ImportError as error:
-            raise OptionError(
-                f"convert: {error.name} isn't installed; expected torch and safetensors; "
-                "pip install 'powerinfer_py[convert]'."
-            ) from None
+        need_packages("convert", "convert", "torch", "safetensors")
         for path, names in self._shards():
             found = set()
             for name, file, shape, type_name in self._open(path):
@@ -171,14 +191,10 @@ class Checkpoint:
     def _torch_file(path: Path) -> dict[str, Tensor]:
         import torch
 
-        try:
-            tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except Exception as error:  # torch's errors on damaged files have no common class
-            reason = str(error).strip().partition("\n")[0][:120] or type(error).__name__
-            raise FormatError(
-                f"{path}: torch can't read it as plain tensors ({reason}); the file is damaged or of before torch 1.6; "
-                "copy or download it again, or save it anew as safetensors."
-            ) from None
+        tensors = load_torch_file(
+            path,
+            "the file is damaged or of before torch 1.6; copy or download it again, or save it anew as safetensors.",
+        )
         if not isinstance(tensors, dict) or not all(isinstance(value, torch.Tensor) for value in tensors.values()):
             raise FormatError(
                 f"{path}: holds more than tensors; expected names and tensors; save the state_dict alone."

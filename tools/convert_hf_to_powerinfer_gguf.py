@@ -11,9 +11,9 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 import gguf
 import numpy as np
@@ -21,10 +21,11 @@ import numpy as np
 from powerinfer_py import _core
 from powerinfer_py import format as pi_format
 from powerinfer_py.errors import FormatError, OptionError
-from powerinfer_py.format import SIDECAR_SUFFIX, BaseModel, Plan, PlanLayer, Rows
+from powerinfer_py.format import SIDECAR_SUFFIX, BaseModel, Plan, PlanLayer
 from powerinfer_py.tools.architectures import HfModel, Source, read_model
+from powerinfer_py.tools.arguments import check_plan_path
 from powerinfer_py.tools.quantize_base import FILE_TYPES, quantize_model, read_imatrix
-from powerinfer_py.tools.row_types import row_type_id, rows_of
+from powerinfer_py.tools.row_types import Spool, row_type_id, rows_of
 from powerinfer_py.tools.terminal import Steps, note_once, progress_steps
 
 if TYPE_CHECKING:
@@ -122,14 +123,14 @@ def convert(options: ConvertOptions, steps: Steps, note: Note) -> Plan:
             plan = _profiled(base, model, options, folder, steps, note)
         with ExitStack() as stack, steps("plan", len(plan.layers)) as step:
             model_base = BaseModel(base)
-            spill = _Spill(stack.enter_context((folder / "rows").open("w+b")))
+            spool = Spool(stack.enter_context(tempfile.TemporaryFile(dir=folder)))
             layers = []
             for i, layer in enumerate(plan.layers):
                 layer = replace(layer, activation_param=model.activation_param)
                 layer = with_rows(
                     model, i, layer, model_base, outtype, predictors, n_threads=n_threads, fallback=fallback
                 )
-                layers.append(spill.layer(layer if counts is None else _ordered(layer, counts, i, note)))
+                layers.append(spool.keep_layer(layer if counts is None else _ordered(layer, counts, i, note)))
                 step()
             plan = replace(plan, layers=tuple(layers), base_file=base.name if options.sidecar else "")
             if predictors is not None:
@@ -435,27 +436,6 @@ def _ordered(layer: PlanLayer, counts: list[np.ndarray], i_layer: int, note: Not
     return ordered_layer(replace(layer, neuron_frequency=frequency), counts[i_layer])
 
 
-class _Spill:
-    """Keeps the rows of layers in a file instead of in memory."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-
-    def layer(self, layer: PlanLayer) -> PlanLayer:
-        """The same layer, its rows mapped."""
-        moved = {name: self._rows(getattr(layer, name)) for name in ("ffn_down_t", "fc1", "fc2")}
-        return replace(layer, **moved)
-
-    def _rows(self, rows: Rows | None) -> Rows | None:
-        if rows is None:
-            return None
-        at = self._file.seek(0, 2)
-        self._file.write(np.ascontiguousarray(rows.data))
-        self._file.flush()
-        data = np.memmap(self._file.name, rows.data.dtype, "r", at, rows.data.shape)
-        return replace(rows, data=data)
-
-
 # ---- Command line --------------------------------------------------------------------------------------------------
 
 
@@ -493,26 +473,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _options(args: argparse.Namespace) -> ConvertOptions:
     """The options of a command line, checked."""
-    if not args.outfile.name.endswith(SIDECAR_SUFFIX) or args.outfile.name == SIDECAR_SUFFIX:
-        raise OptionError(f"outfile: {args.outfile}; expected a name that ends in {SIDECAR_SUFFIX}; rename it.")
-    if not args.outfile.parent.is_dir():
-        raise OptionError(f"outfile: {args.outfile.parent} isn't a folder; expected one; make it first.")
+    check_plan_path("outfile", args.outfile)
     if args.text and args.activation:
         raise OptionError("text: --text and --activation both give the neurons' order; expected one; leave one out.")
     if args.threads is not None and args.threads < 1:
         raise OptionError(f"threads: {args.threads}; expected at least 1; pass another number.")
-    return ConvertOptions(
-        model=args.model,
-        outfile=args.outfile,
-        outtype=args.outtype,
-        predictor=args.predictor,
-        activation=args.activation,
-        text=tuple(args.text),
-        imatrix=args.imatrix,
-        sidecar=args.sidecar,
-        threads=args.threads,
-        strict=args.strict,
-    )
+    values = {field.name: getattr(args, field.name) for field in fields(ConvertOptions)}
+    return ConvertOptions(**{**values, "text": tuple(args.text)})
 
 
 def run(args: argparse.Namespace) -> int:

@@ -5,7 +5,6 @@ Two kinds: SentencePiece BPE (llama.cpp's "llama") and byte-level BPE ("gpt2"). 
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
 import logging
@@ -16,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import gguf
 
-from powerinfer_py.errors import FormatError, OptionError
+from powerinfer_py.errors import FormatError
 
+from .arguments import need_packages
+from .checkpoint import read_json
 from .pre_tokenizers import NAMES, read_steps
 
 if TYPE_CHECKING:
@@ -85,34 +86,13 @@ class _Vocabulary:
     add: tuple[bool, bool] = (False, False)
 
 
-def _need(*modules: str) -> None:
-    """Says whether the packages that read tokenizers are there.
-
-    Raises:
-        OptionError: one isn't installed.
-    """
-    for module in modules:
-        if importlib.util.find_spec(module.partition(".")[0]) is None or importlib.util.find_spec(module) is None:
-            raise OptionError(
-                f"convert: {module} isn't installed; expected it for the tokenizer; pip install 'powerinfer_py[convert]'."
-            )
-
-
 def _read_json(path: Path) -> dict[str, Any]:
     """A JSON file of the folder; empty if there is none.
 
     Raises:
         FormatError: it isn't JSON, or not an object.
     """
-    if not path.is_file():
-        return {}
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # JSON and UTF-8 errors
-        raise FormatError(f"{path}: {error}; expected JSON; download the file again.") from None
-    if not isinstance(data, dict):
-        raise FormatError(f"{path}: holds a {type(data).__name__}; expected an object; download the file again.")
-    return data
+    return read_json(path) if path.is_file() else {}
 
 
 def _open_backend(path: Path) -> tokenizers.Tokenizer:
@@ -122,7 +102,7 @@ def _open_backend(path: Path) -> tokenizers.Tokenizer:
         OptionError: the library isn't installed.
         FormatError: the library can't read the file.
     """
-    _need("tokenizers")
+    need_packages("tokenizer", "convert", "tokenizers")
     import tokenizers
 
     try:
@@ -140,7 +120,7 @@ def _read_sentencepiece_proto(path: Path) -> Any:
         OptionError: sentencepiece or protobuf isn't installed.
         FormatError: the file isn't one of SentencePiece.
     """
-    _need("sentencepiece", "google.protobuf")
+    need_packages("tokenizer", "convert", "sentencepiece", "google.protobuf")
     from google.protobuf.message import DecodeError
     from sentencepiece import sentencepiece_model_pb2
 
@@ -704,7 +684,7 @@ def _reference_tokens(folder: Path) -> tuple[Path, list[tuple[str, list[int]]]]:
         processor = sentencepiece.SentencePieceProcessor(model_proto=proto.SerializeToString())
         lines = [line for line in lines if processor.normalize(line) == start + line.replace(" ", _SPACE)]
         return path, [(line, processor.encode(line)) for line in lines]
-    _need("tokenizers")
+    need_packages("tokenizer", "convert", "tokenizers")
     import tokenizers
 
     path = folder / "vocab.json"

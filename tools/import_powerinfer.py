@@ -7,7 +7,6 @@ rounded anew for the base; the plan keeps the rows of the file.
 from __future__ import annotations
 
 import argparse
-import logging
 import re
 import struct
 import tempfile
@@ -15,7 +14,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFValueType
@@ -27,8 +25,10 @@ from powerinfer_py.format import Plan, PlanLayer, Rows
 from powerinfer_py.gguf_file import GgufFile, GgufTensor, row_type_name
 
 from . import powerinfer_files
-from .pack_plan import byte_progress, refuse_same
-from .row_types import dequantize_rows, quantize_rows, row_type_id
+from .arguments import check_plan_path
+from .pack_plan import refuse_same
+from .row_types import Spool, dequantize_rows, quantize_rows, row_type_id, rows_of
+from .terminal import byte_progress, note_once
 
 # OPT's table of positions begins with two rows that no token uses: position p is row p + 2.
 OPT_POSITION_OFFSET = 2
@@ -359,32 +359,7 @@ def decoded(rows: Rows, n_threads: int) -> np.ndarray:
     return dequantize_rows(data, rows.row_type.name, n_threads=n_threads)
 
 
-def encoded(values: np.ndarray, row_type: GGMLQuantizationType, n_threads: int) -> Rows:
-    """Floats (n_rows, n) as rows of a type that fits their length."""
-    n = values.shape[1]
-    row_type = pi_format.derived_row_type(row_type, n)
-    data = quantize_rows(np.ascontiguousarray(values, np.float32), row_type.name, n_threads=n_threads)
-    dtype = {GGMLQuantizationType.F32: np.float32, GGMLQuantizationType.F16: np.float16}.get(row_type)
-    return Rows(row_type, data if dtype is None else data.view(dtype), n)
-
-
 # ---- The plan ------------------------------------------------------------------------------------------------------
-
-
-class Spool:
-    """Arrays that wait on disk until they are written: a file without a name, gone when it is closed."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-
-    def keep(self, rows: Rows) -> Rows:
-        """The same rows, mapped from the file."""
-        at = self._file.tell()
-        self._file.write(np.ascontiguousarray(rows.data))
-        self._file.flush()
-        mapped = np.memmap(self._file, rows.data.dtype, "r", at, rows.data.shape)
-        self._file.seek(0, 2)
-        return replace(rows, data=mapped)
 
 
 @dataclass(frozen=True)
@@ -557,7 +532,8 @@ class Importer:
         t = GGMLQuantizationType
         better = [row_type for row_type in (t.Q8_0, t.F16, t.F32) if _bits(row_type) > _bits(fc1.row_type)]
         for row_type in (fc1.row_type, *better):
-            rows = encoded(folded, row_type, self.n_threads)
+            row_type = pi_format.derived_row_type(row_type, folded.shape[1])
+            rows = rows_of(folded, row_type, n_threads=self.n_threads)
             changed = float((skipped(decoded(rows, self.n_threads), x) != wished).mean())
             if changed <= MAX_CHANGED_DECISIONS:
                 break
@@ -639,8 +615,7 @@ def import_model(options: ImportOptions, note: Callable[[str], None]) -> Plan:
         OptionError: an output that can't be written; torch is needed and not installed.
     """
     output = options.output
-    if not output.name.endswith(pi_format.SIDECAR_SUFFIX) or output.name == pi_format.SIDECAR_SUFFIX:
-        raise OptionError(f"-o: {output}; expected a name that ends in {pi_format.SIDECAR_SUFFIX}; name it so.")
+    check_plan_path("-o", output)
     if options.threads is not None and options.threads < 1:
         raise OptionError(f"--threads: {options.threads}; expected at least 1.")
     base = output.with_name(output.name.removesuffix(pi_format.SIDECAR_SUFFIX) + ".gguf")
@@ -693,7 +668,7 @@ def run(args: argparse.Namespace) -> int:
         The exit code.
     """
     options = ImportOptions(**{field.name: getattr(args, field.name) for field in fields(ImportOptions)})
-    plan = import_model(options, lambda text: logging.getLogger("powerinfer_py").warning("%s", text))
+    plan = import_model(options, note_once())
     n_predictors = sum(layer.predictor != "none" for layer in plan.layers)
     print(
         f"{options.output}: {plan.base_architecture} with {plan.activation}, {plan.n_layer} layers, {n_predictors} predictors "

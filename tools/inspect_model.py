@@ -19,6 +19,8 @@ from powerinfer_py import format as pi_format
 from powerinfer_py.errors import FormatError, OptionError, PlanError
 from powerinfer_py.gguf_file import row_type_name
 
+from .arguments import need_packages
+
 _FLOAT_TYPES = (GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16)
 # Share of activations that the "hot" column counts neurons for.
 HOT_SHARE = 0.8
@@ -202,14 +204,11 @@ def plot_activations(plan: pi_format.Plan, output: Path) -> None:
         raise OptionError(
             f"--plot: {plan.path} has no neuron frequencies; expected a profiled plan; make one (powerinfer profile)."
         )
-    try:
-        from matplotlib import colormaps
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise OptionError(
-            "--plot: matplotlib isn't installed; expected it; pip install 'powerinfer_py[plot]'."
-        ) from None
+    need_packages("--plot", "plot", "matplotlib")
+    from matplotlib import colormaps
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(7, 5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()

@@ -14,6 +14,7 @@ import numpy as np
 
 from powerinfer_py.errors import OptionError
 
+from .arguments import need_packages
 from .predictor import LinearFit, LinearPredictor, MlpPredictor
 
 _BATCH = 512  # at most, and an epoch has 32 of them at least
@@ -43,12 +44,7 @@ def check_torch() -> None:
     Raises:
         OptionError: torch isn't installed.
     """
-    try:
-        import torch  # noqa: F401
-    except ImportError:
-        raise OptionError(
-            "kind: mlp needs torch, which isn't installed; pip install 'powerinfer_py[train]' or pass --kind linear."
-        ) from None
+    need_packages("kind mlp", "train", "torch", otherwise=" or pass --kind linear")
 
 
 def find_device(device: str) -> str:

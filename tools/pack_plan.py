@@ -8,16 +8,13 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
 from powerinfer_py import format as pi_format
 from powerinfer_py.errors import OptionError, PlanError
+
+from .terminal import byte_progress
 
 
 @dataclass(frozen=True)
@@ -201,19 +198,3 @@ def refuse_same(output: Path, *inputs: Path) -> None:
     for path in inputs:
         if output.exists() and path.exists() and os.path.samefile(output, path):
             raise OptionError(f"-o: {output} is an input; expected another file; name a new one.")
-
-
-@contextmanager
-def byte_progress(title: str) -> Iterator[pi_format.Progress]:
-    """A progress bar on stderr when that is a terminal."""
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(title, total=None)
-        yield lambda n_done, n_total: bar.update(task, completed=n_done, total=n_total)

@@ -12,6 +12,8 @@ from powerinfer_py.bench import STOCK, Line
 from powerinfer_py.errors import OptionError
 from powerinfer_py.format import atomic_path
 
+from .arguments import need_packages
+
 COLOURS = {"dense": "#7f7f7f", "exact": "#0072b2", "threshold": "#009e73", "predicted": "#d55e00", "auto": "#cc79a7"}
 MARKERS = ("o", "s", "^", "D", "v", "P")
 # What a decoded token's time is made of, from the bottom of a bar up: field of Line, name, colour.
@@ -40,12 +42,7 @@ def check_plot(modes: Sequence[str]) -> None:
     Raises:
         OptionError: matplotlib isn't installed, or stock, which the picture compares with, isn't measured.
     """
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise OptionError(
-            "png: matplotlib isn't installed; expected it for the picture; pip install 'powerinfer_py[plot]' or leave --png out."
-        ) from None
+    need_packages("png", "plot", "matplotlib", otherwise=" or leave --png out")
     if STOCK not in modes or len(modes) < 2:
         raise OptionError(f"png: modes are {','.join(modes)}; expected stock and another to compare; change --modes.")
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from powerinfer_py.errors import OptionError
 from powerinfer_py.format import atomic_path
+
+from .arguments import need_packages
 
 # The share of activations that the paper's "hot" neurons make up (arXiv 2312.12456, section 2.2).
 MARKED_SHARE = 0.8
@@ -21,12 +22,7 @@ def check_plot() -> None:
     Raises:
         OptionError: matplotlib isn't installed.
     """
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise OptionError(
-            "plot: matplotlib isn't installed; expected it for the picture; pip install 'powerinfer_py[plot]' or pass --no-plot."
-        ) from None
+    need_packages("plot", "plot", "matplotlib", otherwise=" or pass --no-plot")
 
 
 def share_of_neurons(frequency: np.ndarray, share: float = MARKED_SHARE) -> float:

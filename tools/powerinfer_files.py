@@ -16,9 +16,12 @@ from typing import Any
 import numpy as np
 from gguf import GGMLQuantizationType
 
-from powerinfer_py.errors import FormatError, OptionError
+from powerinfer_py.errors import FormatError
 from powerinfer_py.format import PlanLayer, Rows
 from powerinfer_py.gguf_file import GgufFile
+
+from .arguments import need_packages
+from .checkpoint import load_torch_file, read_json
 
 MAGIC = b"PWRI"
 DEFAULT_THRESHOLD = 0.0
@@ -56,20 +59,9 @@ def _numbered_files(folder: Path, stem: str, n_ff: Sequence[int], note: Callable
 
 def _load(path: Path) -> Any:
     """What torch stored in a file; data only, mapped where the file allows it."""
-    try:
-        import torch
-    except ImportError:
-        raise OptionError(
-            f"{path}: torch isn't installed; expected it to read this file; pip install 'powerinfer_py[convert]'."
-        ) from None
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except Exception as error:  # torch's errors on damaged files have no common class
-        reason = str(error).strip().partition("\n")[0][:120] or type(error).__name__
-        raise FormatError(
-            f"{path}: torch can't read it as plain tensors ({reason}); expected tensors saved by torch.save; "
-            "copy or download the file again."
-        ) from None
+    need_packages(str(path), "convert", "torch")
+    otherwise = "expected tensors saved by torch.save; copy or download the file again."
+    return load_torch_file(path, otherwise, mapped=zipfile.is_zipfile(path))
 
 
 def _array(path: Path, what: str, value: Any, dtype: np.dtype) -> np.ndarray:
@@ -261,15 +253,7 @@ def _threshold(folder: Path, note: Callable[[str], None]) -> float:
     path = folder / "config.json"
     value: Any = None
     if path.is_file():
-        try:
-            config = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise FormatError(
-                f"{path}: can't be read ({str(error)[:120]}); expected JSON; mend it, or take it away for threshold 0."
-            ) from None
-        if not isinstance(config, dict):
-            raise FormatError(f"{path}: holds {type(config).__name__}; expected a JSON object; mend it.")
-        value = config.get("sparse_threshold")
+        value = read_json(path).get("sparse_threshold")
     if value is None:
         note(f"{folder}: no config.json with sparse_threshold; the predictors' threshold is {DEFAULT_THRESHOLD:g}.")
         return DEFAULT_THRESHOLD

@@ -30,7 +30,7 @@ from powerinfer_py.format import (
     write_plan,
 )
 
-from . import plot_profile
+from . import arguments, plot_profile
 from .calibration import Calibration, Loss, layer_row_bytes
 from .profile_state import ProfileState
 from .row_types import row_type_id, rows_of
@@ -324,24 +324,6 @@ def _count(runner: Runner, windows: np.ndarray, state: ProfileState, steps: Step
 # ---- Command line --------------------------------------------------------------------------------------------------
 
 
-def _share(text: str) -> float:
-    """`2%` or `0.02`."""
-    try:
-        value = float(text[:-1]) / 100 if text.endswith("%") else float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}; expected a share between 0 and 1, such as 2% or 0.02")
-    return value
-
-
-def _count_of(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text}; expected at least 1")
-    return value
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `powerinfer profile`."""
     defaults = {field.name: field.default for field in fields(ProfileOptions)}
@@ -356,22 +338,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     target = parser.add_mutually_exclusive_group()
     target.add_argument(
         "--max-loss",
-        type=_share,
+        type=arguments.share,
         metavar="SHARE",
         help=f"most that perplexity on held-out text may grow, SiLU and GELU models (default: {defaults['max_loss']:.0%})".replace(
             "%", "%%"
         ),
     )
-    target.add_argument("--density", type=_share, metavar="SHARE", help="down rows to use, whatever it costs")
+    target.add_argument("--density", type=arguments.share, metavar="SHARE", help="down rows to use, whatever it costs")
     parser.add_argument("--activation", choices=ACTIVATIONS, help="of the weights (default: that of the architecture)")
     parser.add_argument("--activation-param", type=float, default=0.0, metavar="X", help="FATReLU's cut (default: 0)")
     parser.add_argument(
-        "--tokens", type=_count_of, default=defaults["tokens"], help="use at most so many (default: %(default)s)"
+        "--tokens",
+        type=arguments.count_of,
+        default=defaults["tokens"],
+        help="use at most so many (default: %(default)s)",
     )
     parser.add_argument(
-        "-c", "--ctx", type=_count_of, default=defaults["ctx"], help="tokens per window (default: %(default)s)"
+        "-c", "--ctx", type=arguments.count_of, default=defaults["ctx"], help="tokens per window (default: %(default)s)"
     )
-    parser.add_argument("-t", "--threads", type=_count_of, help="default: physical cores allowed")
+    parser.add_argument("-t", "--threads", type=arguments.count_of, help="default: physical cores allowed")
     parser.add_argument(
         "-s", "--seed", type=int, default=defaults["seed"], help="of the split into calibration and held-out text"
     )
@@ -394,12 +379,8 @@ def _options(args: argparse.Namespace) -> ProfileOptions:
     """The options of a command line, checked."""
     name = args.model.name
     out = args.out or args.model.with_name(name.removesuffix(".gguf") + SIDECAR_SUFFIX)
-    if not out.name.endswith(SIDECAR_SUFFIX):
-        raise OptionError(f"out: {out}; expected a name that ends in {SIDECAR_SUFFIX}; rename it.")
-    if not out.parent.is_dir():
-        raise OptionError(f"out: {out.parent} isn't a folder; expected one; make it first.")
-    if args.ctx < 4:
-        raise OptionError(f"ctx: {args.ctx}; expected at least 4 tokens per window; pass a larger --ctx.")
+    arguments.check_plan_path("out", out)
+    arguments.check_run(args)
     activation = args.activation or bare_plan(args.model).activation
     if activation not in CALIBRATED_ACTIVATIONS and (args.max_loss or args.density or args.check):
         raise OptionError(
@@ -409,8 +390,6 @@ def _options(args: argparse.Namespace) -> ProfileOptions:
         raise OptionError(
             f"activation-param: {args.activation_param} with {activation}; expected it with relu only; leave it out."
         )
-    if args.plot and args.no_plot:
-        raise OptionError("plot: --plot and --no-plot were given; expected one of them; leave one out.")
     if args.down_type:
         row_type_id(args.down_type)
     default_loss = ProfileOptions.max_loss if args.density is None else None

@@ -8,13 +8,15 @@ from __future__ import annotations
 import ctypes
 import functools
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from typing import IO
 
 import gguf
 import numpy as np
 
 from powerinfer_py.errors import OptionError
-from powerinfer_py.format import Rows
+from powerinfer_py.format import PlanLayer, Rows
 
 
 class _TypeTraits(ctypes.Structure):
@@ -173,3 +175,24 @@ def _run_parts(run_part, n_rows: int, n_threads: int) -> None:
         return
     with ThreadPoolExecutor(n_threads) as pool:
         list(pool.map(run_part, parts))
+
+
+class Spool:
+    """Rows that wait on disk until a plan is written: in a file without a name, gone when it is closed."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+
+    def keep(self, rows: Rows) -> Rows:
+        """The same rows, mapped from the file."""
+        at = self._file.tell()
+        self._file.write(np.ascontiguousarray(rows.data))
+        self._file.flush()
+        mapped = np.memmap(self._file, rows.data.dtype, "r", at, rows.data.shape)
+        self._file.seek(0, 2)
+        return replace(rows, data=mapped)
+
+    def keep_layer(self, layer: PlanLayer) -> PlanLayer:
+        """The same layer, all of its rows mapped."""
+        rows = {name: getattr(layer, name) for name in ("ffn_down_t", "fc1", "fc2")}
+        return replace(layer, **{name: self.keep(value) for name, value in rows.items() if value is not None})

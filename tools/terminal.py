@@ -39,6 +39,27 @@ def progress_steps() -> Iterator[Steps]:
         yield steps
 
 
+@contextmanager
+def byte_progress(title: str) -> Iterator[Callable[[int, int], object]]:
+    """A progress bar in bytes on stderr, when that is a terminal.
+
+    Args:
+        title: of the bar.
+
+    Yields:
+        progress(bytes done, bytes in all).
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+    console = Console(stderr=True)
+    rest = (TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, *rest, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(title, total=None)
+        yield lambda n_done, n_total: bar.update(task, completed=n_done, total=n_total)
+
+
 def note_once() -> Callable[[str], None]:
     """A function that hands each note to logging the first time it is said."""
     said: set[str] = set()

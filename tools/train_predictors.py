@@ -36,7 +36,7 @@ from powerinfer_py.format import (
     write_plan,
 )
 
-from . import mlp_predictor, plot_profile, plot_training
+from . import arguments, mlp_predictor, plot_profile, plot_training
 from .active_sets import check_has_inactive
 from .capture_activations import MIN_WINDOWS, Shards, capture_inputs, choose_sample, write_active
 from .predictor_cost import (
@@ -548,17 +548,6 @@ def _check(runner: Runner, windows: np.ndarray, made: Sequence[int], without: st
 # ---- Command line --------------------------------------------------------------------------------------------------
 
 
-def _share(text: str) -> float:
-    """`8%` or `0.08`."""
-    try:
-        value = float(text[:-1]) / 100 if text.endswith("%") else float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}; expected a share between 0 and 1, such as 8% or 0.08")
-    return value
-
-
 def _size(text: str) -> int:
     """`2G`, `500M`, `1000000`."""
     unit = text[-1:].upper() if text[-1:].isalpha() else ""
@@ -568,13 +557,6 @@ def _size(text: str) -> int:
         value = 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text!r}; expected a number of bytes, such as 500M or 2G")
-    return value
-
-
-def _count_of(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text}; expected at least 1")
     return value
 
 
@@ -604,26 +586,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="linear: closed form; mlp: trained, needs torch; auto: the better one (default: %(default)s)",
     )
     parser.add_argument(
-        "--recall", type=_share, default=defaults["recall"], help="active neurons to keep (default: %(default)s)"
+        "--recall",
+        type=arguments.share,
+        default=defaults["recall"],
+        help="active neurons to keep (default: %(default)s)",
     )
     parser.add_argument(
         "--max-parameters",
-        type=_share,
+        type=arguments.share,
         metavar="SHARE",
         help="make the best predictors within so many of the model's parameters, whether they save time or not",
     )
     parser.add_argument("--layers", type=_layer_list, metavar="0-3,7", help="only these (default: all)")
     parser.add_argument(
-        "--bytes", type=_size, default=defaults["max_bytes"], help="most that captured data may take (default: 2G)"
+        "--bytes",
+        dest="max_bytes",
+        type=_size,
+        default=defaults["max_bytes"],
+        help="most that captured data may take (default: 2G)",
     )
     parser.add_argument(
-        "--tokens", type=_count_of, default=defaults["tokens"], help="use at most so many (default: %(default)s)"
+        "--tokens",
+        type=arguments.count_of,
+        default=defaults["tokens"],
+        help="use at most so many (default: %(default)s)",
     )
     parser.add_argument(
-        "-c", "--ctx", type=_count_of, default=defaults["ctx"], help="tokens per window (default: %(default)s)"
+        "-c", "--ctx", type=arguments.count_of, default=defaults["ctx"], help="tokens per window (default: %(default)s)"
     )
-    parser.add_argument("-t", "--threads", type=_count_of, help="that run the model (default: physical cores allowed)")
-    parser.add_argument("-j", "--jobs", type=_count_of, help="layers at a time (default: physical cores allowed)")
+    parser.add_argument(
+        "-t", "--threads", type=arguments.count_of, help="that run the model (default: physical cores allowed)"
+    )
+    parser.add_argument(
+        "-j", "--jobs", type=arguments.count_of, help="layers at a time (default: physical cores allowed)"
+    )
     parser.add_argument(
         "--device",
         choices=("auto", "cpu", "cuda"),
@@ -632,12 +628,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--type",
+        dest="row_type",
         choices=("auto", "q8_0", "q4_0", "f16"),
         default=defaults["row_type"],
         help="of the predictors' rows; auto: what saves most time at the same recall (default: %(default)s)",
     )
     parser.add_argument(
-        "--epochs", type=_count_of, default=defaults["epochs"], help="of a training, at most (default: %(default)s)"
+        "--epochs",
+        type=arguments.count_of,
+        default=defaults["epochs"],
+        help="of a training, at most (default: %(default)s)",
     )
     parser.add_argument(
         "--max-seconds",
@@ -670,40 +670,10 @@ def _options(args: argparse.Namespace) -> TrainOptions:
             raise PlanError(
                 f"{args.model}: there is no plan beside it; expected one; run `powerinfer profile {args.model}` first."
             )
-    if not out.name.endswith(SIDECAR_SUFFIX):
-        raise OptionError(f"out: {out}; expected a name that ends in {SIDECAR_SUFFIX}; rename it.")
-    if not out.parent.is_dir():
-        raise OptionError(f"out: {out.parent} isn't a folder; expected one; make it first.")
-    if args.ctx < 4:
-        raise OptionError(f"ctx: {args.ctx}; expected at least 4 tokens per window; pass a larger --ctx.")
-    if args.plot and args.no_plot:
-        raise OptionError("plot: --plot and --no-plot were given; expected one of them; leave one out.")
-    return TrainOptions(
-        model=args.model,
-        text=tuple(args.text),
-        out=out,
-        base=args.base,
-        kind=args.kind,
-        recall=args.recall,
-        max_parameters=args.max_parameters,
-        layers=args.layers,
-        max_bytes=args.bytes,
-        tokens=args.tokens,
-        ctx=args.ctx,
-        threads=args.threads,
-        jobs=args.jobs,
-        device=args.device,
-        row_type=args.type,
-        epochs=args.epochs,
-        max_seconds=args.max_seconds,
-        seed=args.seed,
-        special=args.special,
-        rates=args.rates,
-        resume=args.resume,
-        keep=args.keep,
-        strict=args.strict,
-        mapped=args.mapped,
-    )
+    arguments.check_plan_path("out", out)
+    arguments.check_run(args)
+    values = {field.name: getattr(args, field.name) for field in fields(TrainOptions)}
+    return TrainOptions(**{**values, "text": tuple(args.text), "out": out})
 
 
 def run(args: argparse.Namespace) -> int:

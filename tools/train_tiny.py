@@ -6,7 +6,6 @@ Writes a Hugging Face folder that transformers loads. State stands in its folder
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import signal
 import sys
@@ -22,6 +21,8 @@ import numpy as np
 
 from powerinfer_py.errors import OptionError, PowerInferError
 from powerinfer_py.format import atomic_path
+
+from .arguments import need_packages
 
 _SEPARATOR = "\f"  # between documents of a text file
 _HELD_OUT_ONE_IN = 50  # documents, by checksum: the same text always falls on the same side
@@ -121,12 +122,7 @@ def check_options(options: TrainOptions) -> None:
     Raises:
         OptionError: a package is missing, a value is out of range, or sizes don't fit together.
     """
-    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
-    if missing:
-        raise OptionError(
-            f"train_tiny: {', '.join(missing)} isn't installed; expected it for training; "
-            "pip install 'powerinfer_py[train]'."
-        )
+    need_packages("train_tiny", "train", *_PACKAGES)
     for name in ("vocab", "embd", "layers", "ff", "heads", "heads_kv", "ctx", "batch", "lr", "threads", "log_steps"):
         if not getattr(options, name) > 0:
             raise OptionError(f"{name}: {getattr(options, name)}; expected more than 0; pass a larger --{name}.")

@@ -221,16 +221,9 @@ void forward_chunk(const ffn_layer & layer, const ffn_options & options, const k
     float * sums = workspace.array<float>(slot_sums, n_threads * n_tokens * n_embd);  // (n_threads, n_tokens, n_embd)
     int64_t n_union = n_ff;
 
-    uint64_t n_slow = 0;
-    uint64_t n_candidates = 0;
-    uint64_t n_active = 0;
-    uint64_t n_gate_rows = 0;
-    uint64_t n_up_rows = 0;
-    uint64_t n_down_rows = 0;
-    double predictor_s = 0.0;
-    double total_s = 0.0;
+    ffn_tally tally;
 
-#pragma omp parallel num_threads(n_threads) reduction(+ : n_slow, n_candidates, n_active, n_gate_rows, n_up_rows, n_down_rows)
+#pragma omp parallel num_threads(n_threads) reduction(+ : tally)
     {
         const int i_thread = omp_get_thread_num();
         const int team = omp_get_num_threads();
@@ -247,7 +240,7 @@ void forward_chunk(const ffn_layer & layer, const ffn_options & options, const k
             for (int64_t begin = i_thread * tile_rows; begin < rank; begin += team * tile_rows) {
                 const int64_t n_rows = std::min(tile_rows, rank - begin);
                 for (int64_t i = 0; i < n_rows; ++i) {
-                    n_slow += fc1.unpack(begin + i, own.weights + i * n_embd);
+                    tally.n_slow_rows += fc1.unpack(begin + i, own.weights + i * n_embd);
                 }
                 multiply_tile(kernels, n_tokens, n_rows, n_embd, r, ld_r, own.weights, hidden + begin, rank);
                 if (layer.predictor_relu) {
@@ -260,7 +253,7 @@ void forward_chunk(const ffn_layer & layer, const ffn_options & options, const k
             for (int64_t begin = i_thread * tile_rows; begin < n_ff; begin += team * tile_rows) {
                 const int64_t n_rows = std::min(tile_rows, n_ff - begin);
                 for (int64_t i = 0; i < n_rows; ++i) {
-                    n_slow += fc2.unpack(begin + i, own.weights + i * rank);
+                    tally.n_slow_rows += fc2.unpack(begin + i, own.weights + i * rank);
                 }
                 multiply_tile(kernels, n_tokens, n_rows, rank, hidden, rank, own.weights, own.gate, tile_rows);
                 batch_mark(layer, n_tokens, begin, n_rows, own.gate, tile_rows, marks, any);
@@ -269,7 +262,7 @@ void forward_chunk(const ffn_layer & layer, const ffn_options & options, const k
 #pragma omp single
             n_union = batch_candidates(n_ff, any, candidates);
             if (i_thread == 0) {
-                predictor_s = omp_get_wtime() - start;
+                tally.predictor_s = omp_get_wtime() - start;
             }
         }
 
@@ -281,26 +274,26 @@ void forward_chunk(const ffn_layer & layer, const ffn_options & options, const k
                 own.rows[i] = predicted ? candidates[begin + i] : static_cast<int32_t>(begin + i);
             }
             // act(gate) of every token; a neuron that a token doesn't use is exactly 0 from here on.
-            n_slow += unpack_tile(first, own.rows, n_rows, n_embd, own.weights);
-            n_gate_rows += n_rows;
+            tally.n_slow_rows += unpack_tile(first, own.rows, n_rows, n_embd, own.weights);
+            tally.n_gate_rows += n_rows;
             multiply_tile(kernels, n_tokens, n_rows, n_embd, x, ld_x, own.weights, own.gate, tile_rows);
-            n_candidates += stages.finish_gate(n_rows, own.rows, own.gate);
+            tally.n_candidates += stages.finish_gate(n_rows, own.rows, own.gate);
             if (!dense) {
                 n_rows = stages.keep_used(n_rows, own.rows, own.gate);
             }
             if (layer.gated && n_rows > 0) {
-                n_slow += unpack_tile(second, own.rows, n_rows, n_embd, own.weights);
-                n_up_rows += n_rows;
+                tally.n_slow_rows += unpack_tile(second, own.rows, n_rows, n_embd, own.weights);
+                tally.n_up_rows += n_rows;
                 multiply_tile(kernels, n_tokens, n_rows, n_embd, x, ld_x, own.weights, own.up, tile_rows);
                 stages.finish_up(n_rows, own.rows, own.gate, own.up);
             }
-            n_active += stages.finish_products(n_rows, own.rows, own.gate);
+            tally.n_active += stages.finish_products(n_rows, own.rows, own.gate);
             if (!dense) {
                 n_rows = stages.keep_used(n_rows, own.rows, own.gate);
             }
             if (n_rows > 0) {
-                n_slow += unpack_tile(down, own.rows, n_rows, n_embd, own.weights);
-                n_down_rows += n_rows;
+                tally.n_slow_rows += unpack_tile(down, own.rows, n_rows, n_embd, own.weights);
+                tally.n_down_rows += n_rows;
                 add_tile(kernels, n_tokens, n_rows, n_embd, own.gate, own.weights, sum);
             }
         }
@@ -314,19 +307,9 @@ void forward_chunk(const ffn_layer & layer, const ffn_options & options, const k
             stages.add_histograms();
         }
         if (i_thread == 0) {
-            total_s = omp_get_wtime() - start;
+            tally.up_down_s = omp_get_wtime() - start - tally.predictor_s;  // gate, up and down take turns tile by tile: told as one
         }
     }
-
-    ffn_tally tally;
-    tally.n_candidates = n_candidates;
-    tally.n_active = n_active;
-    tally.n_gate_rows = n_gate_rows;
-    tally.n_up_rows = n_up_rows;
-    tally.n_down_rows = n_down_rows;
-    tally.n_slow_rows = n_slow;
-    tally.predictor_s = predictor_s;
-    tally.up_down_s = total_s - predictor_s;  // gate, up and down take turns tile by tile: told as one
     result.add(layer, options, n_tokens, tally);
 }
 

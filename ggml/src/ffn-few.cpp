@@ -101,16 +101,9 @@ void ffn_forward_few(const ffn_layer & layer, const ffn_options & options, const
     uint32_t * marks = predicted ? workspace.array<uint32_t>(slot_marks, n_tokens * n_steps) : nullptr;  // (n_tokens, n_steps) bits
     float * sums = workspace.array<float>(slot_sums, n_threads * n_tokens * n_embd);                     // (n_threads, n_tokens, n_embd)
 
-    uint64_t n_slow = 0;
-    uint64_t n_candidates = 0;
-    uint64_t n_active = 0;
-    uint64_t n_gate_rows = 0;
-    uint64_t n_up_rows = 0;
-    uint64_t n_down_rows = 0;
-    double predictor_s = 0.0;
-    double total_s = 0.0;
+    ffn_tally tally;
 
-#pragma omp parallel num_threads(n_threads) reduction(+ : n_slow, n_candidates, n_active, n_gate_rows, n_up_rows, n_down_rows)
+#pragma omp parallel num_threads(n_threads) reduction(+ : tally)
     {
         const int i_thread = omp_get_thread_num();
         const int team = omp_get_num_threads();
@@ -127,7 +120,7 @@ void ffn_forward_few(const ffn_layer & layer, const ffn_options & options, const
                 const int64_t n_rows = std::min(step_rows, rank - begin);
                 for (int64_t t = 0; t < n_tokens; ++t) {
                     float * out = hidden + t * rank + begin;
-                    n_slow += fc1.dot(nullptr, begin, n_rows, x_fc1.at(t), out, remapped);
+                    tally.n_slow_rows += fc1.dot(nullptr, begin, n_rows, x_fc1.at(t), out, remapped);
                     if (layer.predictor_relu) {
                         ffn_activate(ffn_activation::relu, 0.0f, kernels, n_rows, out);
                     }
@@ -140,7 +133,7 @@ void ffn_forward_few(const ffn_layer & layer, const ffn_options & options, const
                 const int64_t begin = s * step_rows;
                 const int64_t n_rows = std::min(step_rows, n_ff - begin);
                 for (int64_t t = 0; t < n_tokens; ++t) {
-                    n_slow += fc2.dot(nullptr, begin, n_rows, x_fc2.at(t), values, remapped);
+                    tally.n_slow_rows += fc2.dot(nullptr, begin, n_rows, x_fc2.at(t), values, remapped);
                     uint32_t bits = 0;
                     for (int64_t i = 0; i < n_rows; ++i) {
                         bits |= values[i] < layer.predictor_threshold ? 0u : 1u << i;  // NaN computes
@@ -149,7 +142,7 @@ void ffn_forward_few(const ffn_layer & layer, const ffn_options & options, const
                 }
             }
             if (i_thread == 0) {
-                predictor_s = omp_get_wtime() - start;
+                tally.predictor_s = omp_get_wtime() - start;
             }
             // No barrier: the steps below are those whose marks this thread made.
         }
@@ -176,8 +169,8 @@ void ffn_forward_few(const ffn_layer & layer, const ffn_options & options, const
                     list.n += predicted ? marks[t * n_steps + s] >> i & 1 : 1;
                 }
                 gate_mask |= list.mask(begin);
-                n_candidates += list.n;
-                n_slow += first.dot(list.ids, 0, list.n, x_first.at(t), list.values, remapped);
+                tally.n_candidates += list.n;
+                tally.n_slow_rows += first.dot(list.ids, 0, list.n, x_first.at(t), list.values, remapped);
                 list.add_bias(layer.first_bias, options.add_biases, list.values);
                 ffn_activate(options.activation, layer.activation_param, kernels, list.n, list.values);
                 if (!dense) {
@@ -187,7 +180,7 @@ void ffn_forward_few(const ffn_layer & layer, const ffn_options & options, const
             for (int64_t t = 0; t < n_tokens && layer.gated; ++t) {
                 token_list & list = lists[t];
                 up_mask |= list.mask(begin);
-                n_slow += second.dot(list.ids, 0, list.n, x_second.at(t), values, remapped);
+                tally.n_slow_rows += second.dot(list.ids, 0, list.n, x_second.at(t), values, remapped);
                 list.add_bias(layer.second_bias, options.add_biases, values);
                 if (options.activation == ffn_activation::drelu) {
                     ffn_activate(ffn_activation::relu, 0.0f, kernels, list.n, values);
@@ -204,12 +197,12 @@ void ffn_forward_few(const ffn_layer & layer, const ffn_options & options, const
                     });
                 }
                 down_mask |= list.mask(begin);
-                n_active += list.n;
-                n_slow += down.add(list.ids, 0, list.n, list.values, down_scratch, sum + t * n_embd, remapped);
+                tally.n_active += list.n;
+                tally.n_slow_rows += down.add(list.ids, 0, list.n, list.values, down_scratch, sum + t * n_embd, remapped);
             }
-            n_gate_rows += n_bits(gate_mask);
-            n_up_rows += n_bits(up_mask);
-            n_down_rows += n_bits(down_mask);
+            tally.n_gate_rows += n_bits(gate_mask);
+            tally.n_up_rows += n_bits(up_mask);
+            tally.n_down_rows += n_bits(down_mask);
         }
 #pragma omp barrier
         // Join in thread order; y is written only here, after the last read of x.
@@ -220,19 +213,9 @@ void ffn_forward_few(const ffn_layer & layer, const ffn_options & options, const
             ffn_join_sums(layer, options, kernels, team, sums + t * n_embd + from, n_tokens * n_embd, from, width, out);
         }
         if (i_thread == 0) {
-            total_s = omp_get_wtime() - start;
+            tally.up_down_s = omp_get_wtime() - start - tally.predictor_s;  // gate, up and down take turns step by step: told as one
         }
     }
-
-    ffn_tally tally;
-    tally.n_candidates = n_candidates;
-    tally.n_active = n_active;
-    tally.n_gate_rows = n_gate_rows;
-    tally.n_up_rows = n_up_rows;
-    tally.n_down_rows = n_down_rows;
-    tally.n_slow_rows = n_slow;
-    tally.predictor_s = predictor_s;
-    tally.up_down_s = total_s - predictor_s;  // gate, up and down take turns step by step: told as one
     result.add(layer, options, n_tokens, tally);
 }
 

@@ -147,16 +147,9 @@ void ffn_forward_tiles(const ffn_layer & layer, const ffn_options & options, con
     int32_t * rows = workspace.array<int32_t>(slot_rows, n_places);
     int64_t n_union = n_ff;
 
-    uint64_t n_slow = 0;
-    uint64_t n_candidates = 0;
-    uint64_t n_active = 0;
-    uint64_t n_gate_rows = 0;
-    uint64_t n_up_rows = 0;
-    uint64_t n_down_rows = 0;
-    double predictor_s = 0.0;
-    double total_s = 0.0;
+    ffn_tally tally;
 
-#pragma omp parallel num_threads(n_threads) reduction(+ : n_slow, n_candidates, n_active, n_gate_rows, n_up_rows, n_down_rows)
+#pragma omp parallel num_threads(n_threads) reduction(+ : tally)
     {
         const int i_thread = omp_get_thread_num();
         const int team = omp_get_num_threads();
@@ -175,8 +168,8 @@ void ffn_forward_tiles(const ffn_layer & layer, const ffn_options & options, con
             const int64_t share = std::min(tile_rows, round_up((rank + team - 1) / team, unit));
             for (int64_t begin = i_thread * share; begin < rank; begin += team * share) {
                 const int64_t n_rows = std::min(share, rank - begin);
-                n_slow += multiply_rows(tiles, fc1, n_embd, n_tokens, packed_r, fc1_parts, nullptr, begin, n_rows, own,
-                                        hidden + begin, ld_hidden);
+                tally.n_slow_rows += multiply_rows(tiles, fc1, n_embd, n_tokens, packed_r, fc1_parts, nullptr, begin, n_rows, own,
+                                                   hidden + begin, ld_hidden);
                 for (int64_t t = 0; t < n_tokens && layer.predictor_relu; ++t) {
                     ffn_activate(ffn_activation::relu, 0.0f, kernels, n_rows, hidden + t * ld_hidden + begin);
                 }
@@ -186,15 +179,15 @@ void ffn_forward_tiles(const ffn_layer & layer, const ffn_options & options, con
 #pragma omp barrier
             for (int64_t begin = i_thread * tile_rows; begin < n_ff; begin += team * tile_rows) {
                 const int64_t n_rows = std::min(tile_rows, n_ff - begin);
-                n_slow += multiply_rows(tiles, fc2, rank, n_tokens, packed_hidden, fc2_parts, nullptr, begin, n_rows, own, own.gate,
-                                        tile_rows);
+                tally.n_slow_rows += multiply_rows(tiles, fc2, rank, n_tokens, packed_hidden, fc2_parts, nullptr, begin, n_rows,
+                                                   own, own.gate, tile_rows);
                 batch_mark(layer, n_tokens, begin, n_rows, own.gate, tile_rows, marks, any);
             }
 #pragma omp barrier
 #pragma omp single
             n_union = batch_candidates(n_ff, any, candidates);
             if (i_thread == 0) {
-                predictor_s = omp_get_wtime() - start;
+                tally.predictor_s = omp_get_wtime() - start;
             }
         }
 
@@ -207,22 +200,24 @@ void ffn_forward_tiles(const ffn_layer & layer, const ffn_options & options, con
             for (int64_t i = 0; i < n_rows; ++i) {
                 ids[i] = predicted ? candidates[begin + i] : static_cast<int32_t>(begin + i);
             }
-            n_slow += multiply_rows(tiles, first, n_embd, n_tokens, packed_x, first_parts, ids, 0, n_rows, own, own.gate, tile_rows);
-            n_gate_rows += n_rows;
-            n_candidates += stages.finish_gate(n_rows, ids, own.gate);
+            tally.n_slow_rows += multiply_rows(tiles, first, n_embd, n_tokens, packed_x, first_parts, ids, 0, n_rows, own,
+                                               own.gate, tile_rows);
+            tally.n_gate_rows += n_rows;
+            tally.n_candidates += stages.finish_gate(n_rows, ids, own.gate);
             if (!dense) {
                 n_rows = stages.keep_used(n_rows, ids, own.gate);
             }
             if (layer.gated && n_rows > 0) {
-                n_slow += multiply_rows(tiles, second, n_embd, n_tokens, packed_x, second_parts, ids, 0, n_rows, own, own.up, tile_rows);
-                n_up_rows += n_rows;
+                tally.n_slow_rows += multiply_rows(tiles, second, n_embd, n_tokens, packed_x, second_parts, ids, 0, n_rows,
+                                                   own, own.up, tile_rows);
+                tally.n_up_rows += n_rows;
                 stages.finish_up(n_rows, ids, own.gate, own.up);
             }
-            n_active += stages.finish_products(n_rows, ids, own.gate);
+            tally.n_active += stages.finish_products(n_rows, ids, own.gate);
             if (!dense) {
                 n_rows = stages.keep_used(n_rows, ids, own.gate);
             }
-            n_down_rows += n_rows;
+            tally.n_down_rows += n_rows;
             for (int64_t i = n_rows; i < tile_rows; ++i) {
                 ids[i] = -1;
                 for (int64_t t = 0; t < n_tokens; ++t) {
@@ -255,7 +250,7 @@ void ffn_forward_tiles(const ffn_layer & layer, const ffn_options & options, con
                     const float * row[2] = {nullptr, nullptr};
                     for (int i = 0; i < 2; ++i) {
                         if (rows[k0 + k + i] >= 0) {
-                            n_slow += down.unpack_part(rows[k0 + k + i], j, n_columns, own.values + i * n_columns);
+                            tally.n_slow_rows += down.unpack_part(rows[k0 + k + i], j, n_columns, own.values + i * n_columns);
                             row[i] = own.values + i * n_columns;
                         }
                     }
@@ -275,19 +270,9 @@ void ffn_forward_tiles(const ffn_layer & layer, const ffn_options & options, con
             stages.add_histograms();
         }
         if (i_thread == 0) {
-            total_s = omp_get_wtime() - start;
+            tally.up_down_s = omp_get_wtime() - start - tally.predictor_s;  // gate and up take turns tile by tile: all is told as one
         }
     }
-
-    ffn_tally tally;
-    tally.n_candidates = n_candidates;
-    tally.n_active = n_active;
-    tally.n_gate_rows = n_gate_rows;
-    tally.n_up_rows = n_up_rows;
-    tally.n_down_rows = n_down_rows;
-    tally.n_slow_rows = n_slow;
-    tally.predictor_s = predictor_s;
-    tally.up_down_s = total_s - predictor_s;  // gate and up take turns tile by tile: all is told as one
     result.add(layer, options, n_tokens, tally);
 }
 

@@ -101,7 +101,23 @@ struct ffn_tally {
     double predictor_s = 0.0;
     double gate_s = 0.0;
     double up_down_s = 0.0;
+
+    ffn_tally & operator+=(const ffn_tally & other) {
+        n_candidates += other.n_candidates;
+        n_active += other.n_active;
+        n_gate_rows += other.n_gate_rows;
+        n_up_rows += other.n_up_rows;
+        n_down_rows += other.n_down_rows;
+        n_slow_rows += other.n_slow_rows;
+        predictor_s += other.predictor_s;
+        gate_s += other.gate_s;
+        up_down_s += other.up_down_s;
+        return *this;
+    }
 };
+#ifdef _OPENMP  // not where a test includes this
+#pragma omp declare reduction(+ : ffn_tally : omp_out += omp_in)
+#endif
 
 // What one call did. Arrays are in position order and only filled when counting, the last three only in dense mode.
 struct ffn_result {
