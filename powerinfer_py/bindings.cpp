@@ -1,14 +1,17 @@
-// Python core `powerinfer_py._core`: converts arguments, calls ggml-powerinfer.h, model-load.h and kernel-bench.h, translates errors.
+// Python core `powerinfer_py._core`: converts arguments, calls ggml-powerinfer.h, model-load.h, vram-budget.h and kernel-bench.h,
+// translates errors.
 // No logic. Core calls run without the GIL, because the core's callbacks take it.
 #include "ggml-powerinfer.h"
 #include "kernel-bench.h"
 #include "model-load.h"
+#include "vram-budget.h"
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/filesystem.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -430,6 +433,88 @@ nb::tuple inspect_path(const std::filesystem::path & path) {
     return nb::make_tuple(kind == 1 ? "extended" : "plain", found);
 }
 
+powerinfer::budget_decision * plan_budget(plan_object * self, const std::string & path, uintptr_t model_params, uintptr_t context_params,
+                                          const std::string & budget, const std::string & device, bool has_n_gpu_layers,
+                                          bool reset_index, bool disable_index, bool require_split, bool strict) {
+    const ggml_backend_powerinfer_plan_t plan = self ? self->handle() : nullptr;
+    powerinfer::budget_request request;
+    request.budget = budget;
+    request.has_n_gpu_layers = has_n_gpu_layers;
+    request.reset_index = reset_index;
+    request.disable_index = disable_index;
+    request.require_split = require_split;
+    request.strict = strict;
+    std::vector<powerinfer::budget_amount> amounts;
+    std::string error;
+    if (!budget.empty()) {
+        error = powerinfer::budget_parse(budget, amounts).text();
+    }
+    if (error.empty() && !device.empty()) {
+        error = powerinfer::find_devices(device, request).text();
+    }
+    if (!error.empty()) {
+        raise_error("OptionError", error.c_str());
+    }
+    llama_model_params params = *reinterpret_cast<const llama_model_params *>(model_params);
+    params.progress_callback = [](float, void *) {  // an error that a signal raised stays set on this thread
+        nb::gil_scoped_acquire gil;
+        return PyErr_CheckSignals() == 0;
+    };
+    const llama_context_params context = *reinterpret_cast<const llama_context_params *>(context_params);
+    auto decision = std::make_unique<powerinfer::budget_decision>();
+    {
+        nb::gil_scoped_release no_gil;
+        error = powerinfer::budget_decide(plan, path, params, [&](const llama_model *) { return context; }, request, *decision).text();
+    }
+    if (PyErr_Occurred()) {
+        throw nb::python_error();
+    }
+    if (!error.empty()) {
+        raise_error("BudgetError", error.c_str());
+    }
+    return decision.release();
+}
+
+void budget_apply(powerinfer::budget_decision & self, plan_object * plan, uintptr_t model_params) {
+    const ggml_backend_powerinfer_plan_t handle = plan ? plan->handle() : nullptr;
+    const std::string error = self.apply(handle, *reinterpret_cast<llama_model_params *>(model_params)).text();
+    if (!error.empty()) {
+        raise_error("BudgetError", error.c_str());
+    }
+}
+
+nb::dict memory_use(const powerinfer::memory_use & use) {
+    nb::dict out;
+    out["name"] = use.name;
+    out["budget_bytes"] = use.budget_bytes;
+    out["weights_bytes"] = use.weights_bytes;
+    out["kv_bytes"] = use.kv_bytes;
+    out["compute_bytes"] = use.compute_bytes;
+    out["scratch_bytes"] = use.scratch_bytes;
+    out["predictor_bytes"] = use.predictor_bytes;
+    out["ffn_bytes"] = use.ffn_bytes;
+    return out;
+}
+
+nb::list budget_gpus(const powerinfer::budget_decision & self) {
+    nb::list out;
+    for (const powerinfer::memory_use & use : self.gpus) {
+        out.append(memory_use(use));
+    }
+    return out;
+}
+
+void add_rpc_servers(const std::string & endpoints) {
+    std::string error;
+    {
+        nb::gil_scoped_release no_gil;
+        error = powerinfer::add_rpc_servers(endpoints).text();
+    }
+    if (!error.empty()) {
+        raise_error("OptionError", error.c_str());
+    }
+}
+
 nb::list kernel_sets() {
     nb::list out;
     for (const powerinfer::kernel_set_info & info : powerinfer::kernel_sets()) {
@@ -668,6 +753,64 @@ Args:
             "n_embd", [](plan_object & self) { return ggml_backend_powerinfer_plan_n_embd(self.handle()); },
             "Values per token between the layers.");
 
+    nb::class_<powerinfer::budget_decision>(m, "Budget", "What goes to the GPU within a VRAM budget. Lives until the model is loaded.")
+        .def("apply", &budget_apply, "plan"_a.none(), "model_params"_a,
+             R"(Put the decision into the parameters of a load, and into its plan.
+
+Args:
+    plan: the plan it was decided for; None: a model without one.
+    model_params: address of a struct llama_model_params, which then points into this object.
+
+Raises:
+    BudgetError: the plan can't take the split.)")
+        .def("table", &powerinfer::budget_decision::table, "Bytes by kind in MiB, one column per device and one for the CPU.")
+        .def_prop_ro("gpus", &budget_gpus, nb::sig("def gpus(self, /) -> list[dict[str, int | str]]"),
+                     "Bytes by kind of each device; empty unless a budget was given and a device is there.")
+        .def_prop_ro("cpu", [](const powerinfer::budget_decision & self) { return memory_use(self.cpu); },
+                     nb::sig("def cpu(self, /) -> dict[str, int | str]"), "Bytes by kind on the CPU; budget_bytes is 0.")
+        .def_ro("is_measured", &powerinfer::budget_decision::is_measured, "Memory was measured; without, all bytes are 0.")
+        .def_ro("split_text", &powerinfer::budget_decision::split_text, "'FFN split: ...', one line; '' where nobody asked.")
+        .def_ro("notes", &powerinfer::budget_decision::notes, "Fallbacks, one line each.")
+        .def_ro("n_gpu_layers", &powerinfer::budget_decision::n_gpu_layers, "As llama.cpp counts: the output is one too.")
+        .def_ro("n_hot", &powerinfer::budget_decision::n_hot, "(n_layer) neurons of each layer on a device; [] without a split.")
+        .def_ro("i_device", &powerinfer::budget_decision::i_device, "(n_layer) index into gpus.")
+        .def_ro("share_neurons", &powerinfer::budget_decision::share_neurons, "Of the plan's neurons, on a device.")
+        .def_ro("share_activations", &powerinfer::budget_decision::share_activations, "Of the expected activations, on a device.")
+        .def_ro("n_dry_runs", &powerinfer::budget_decision::n_dry_runs, "Dry runs of llama.cpp that the decision took.")
+        .def_ro("dry_run_s", &powerinfer::budget_decision::dry_run_s, "Seconds that they took.");
+    m.def("plan_budget", &plan_budget, "plan"_a.none(), "path"_a, "model_params"_a, "context_params"_a, nb::kw_only(),
+          "budget"_a = "", "device"_a = "", "has_n_gpu_layers"_a = false, "reset_index"_a = false, "disable_index"_a = false,
+          "require_split"_a = false, "strict"_a = false,
+          R"(Decide what goes to the GPU within a VRAM budget. No weight is loaded.
+
+Args:
+    plan: the opened plan; None: llama.cpp computes all of the model.
+    path: the model, for messages; without a plan the GGUF that is measured.
+    model_params: address of a struct llama_model_params, as for the load.
+    context_params: address of the struct llama_context_params of the context that will be made.
+    budget: GiB as a plain number, or 8GiB, 512MiB, 75%; with several devices one for all, or one each with commas
+        between. '': none was given.
+    device: names of the devices with commas between; 'none': the CPU alone; '': as llama.cpp chooses.
+    has_n_gpu_layers: model_params.n_gpu_layers stays as it is.
+    reset_index: don't use a saved placement.
+    disable_index: no single neurons on the GPU, only whole dense blocks.
+    require_split: it is an error when no neuron is on the GPU.
+    strict: a fallback is an error instead of a note.
+
+Returns:
+    The decision.
+
+Raises:
+    OptionError: the budget can't be read, or there is no such device.
+    BudgetError: the model doesn't fit, a fallback under strict, or no split where one is required.)");
+    m.def("add_rpc_servers", &add_rpc_servers, "endpoints"_a,
+          R"(Register the devices of ggml RPC servers. llama.cpp ends the process when a server breaks off.
+
+Args:
+    endpoints: HOST:PORT, with commas between.
+
+Raises:
+    OptionError: llama.cpp was built without RPC, or no server answers.)");
     m.def("inspect_path", &inspect_path, "path"_a, nb::sig("def inspect_path(path: str | os.PathLike) -> tuple[str, str | None]"),
           R"(Say what a model file is.
 

@@ -17,6 +17,10 @@ class OptionError(PowerInferError, TypeError):
     """An option doesn't exist, or its value can't be used."""
 
 
+class BudgetError(PowerInferError, ValueError):
+    """A VRAM budget can't be kept: the model doesn't fit, or no neuron went to the GPU where one was required."""
+
+
 class ClosedError(PowerInferError, RuntimeError):
     """The object was closed before."""
 

@@ -72,8 +72,13 @@ void use_huge_pages(const std::vector<memory_range> & before) {
 
 }  // namespace
 
-status model_load(ggml_backend_powerinfer_plan_t plan, llama_model_params params, llama_model *& out) {
+status model_open(ggml_backend_powerinfer_plan_t plan, const std::string & path, llama_model_params params, llama_model *& out) {
     out = nullptr;
+    if (plan == nullptr) {
+        out = llama_model_load_from_file(path.c_str(), params);
+        return {};
+    }
+    // The override list dies with this call; libllama reads it only while it loads.
     std::vector<llama_model_tensor_buft_override> overrides;
     overrides.push_back({ggml_backend_powerinfer_plan_tensor_pattern(plan), ggml_backend_powerinfer_plan_buffer_type(plan)});
     for (const auto * given = params.tensor_buft_overrides; given != nullptr && given->pattern != nullptr; ++given) {
@@ -82,28 +87,36 @@ status model_load(ggml_backend_powerinfer_plan_t plan, llama_model_params params
     overrides.push_back({nullptr, nullptr});
     params.tensor_buft_overrides = overrides.data();
 
+    const std::string base = ggml_backend_powerinfer_plan_base_path(plan);
+    const uint64_t offset = ggml_backend_powerinfer_plan_base_offset(plan);
+    if (offset == 0) {
+        out = llama_model_load_from_file(base.c_str(), params);
+        return {};
+    }
+    FILE * file = std::fopen(base.c_str(), "rb");
+    if (file == nullptr || fseeko(file, static_cast<off_t>(offset), SEEK_SET) != 0) {
+        const std::string reason = std::strerror(errno);
+        if (file != nullptr) {
+            std::fclose(file);
+        }
+        return status::error(base + ": can't be read (" + reason + "); check the path and permissions.");
+    }
+    out = llama_model_load_from_file_ptr(file, params);
+    std::fclose(file);
+    return {};
+}
+
+status model_load(ggml_backend_powerinfer_plan_t plan, llama_model_params params, llama_model *& out) {
+    out = nullptr;
     const std::vector<memory_range> before = anonymous_memory();
     const std::string path = ggml_backend_powerinfer_plan_base_path(plan);
-    const uint64_t offset = ggml_backend_powerinfer_plan_base_offset(plan);
     llama_model * model = nullptr;
-    if (offset == 0) {
-        model = llama_model_load_from_file(path.c_str(), params);
-    } else {
-        FILE * file = std::fopen(path.c_str(), "rb");
-        if (file == nullptr || fseeko(file, static_cast<off_t>(offset), SEEK_SET) != 0) {
-            const std::string reason = std::strerror(errno);
-            if (file != nullptr) {
-                std::fclose(file);
-            }
-            return status::error(path + ": can't be read (" + reason + "); check the path and permissions.");
-        }
-        model = llama_model_load_from_file_ptr(file, params);
-        std::fclose(file);
+    if (status opened = model_open(plan, path, params, model); !opened.ok()) {
+        return opened;
     }
     char error[1024] = "";
     const bool fits = params.vocab_only || params.no_alloc || ggml_backend_powerinfer_plan_check(plan, error, sizeof(error));
     if (model != nullptr && fits) {
-        // The override list dies with this call; libllama reads it only while it loads.
         use_huge_pages(before);
         out = model;
         return {};

@@ -1,4 +1,5 @@
-// The only file that knows llama.h: loads the base model of a plan, its FFN in the plan's buffers.
+// Loads the base model of a plan through libllama, its FFN in the plan's buffers. Every file that knows llama.h is here:
+// this one, llama-abi.h and vram-budget.h.
 // Linked into the programs that load models (powerinfer-main, the Python bindings), not into the backend module.
 #pragma once
 
@@ -7,7 +8,13 @@
 
 #include "llama.h"
 
+#include <string>
+
 namespace powerinfer {
+
+// Loads without a check of the weights: the plan's base as model_load does, or with plan == nullptr the GGUF at `path`.
+// The model is nullptr when libllama refuses; its log says why. An error only where the file can't be read.
+status model_open(ggml_backend_powerinfer_plan_t plan, const std::string & path, llama_model_params params, llama_model *& out);
 
 // Loads the plan's base model with `params`; the plan's override is put before the caller's own
 // tensor_buft_overrides. The weights are checked against the plan. On failure `out` is nullptr.
