@@ -1,6 +1,8 @@
 // One table of flags: parsing, help and the hint for a misspelt flag all come from it.
 #include "arguments.h"
 
+#include "vram-budget.h"
+
 #include <algorithm>
 #include <cctype>
 #include <cerrno>
@@ -116,15 +118,20 @@ std::string set_gpu_layers(arguments & args, const std::string & text) {
 }
 
 std::string set_vram_budget(arguments & args, const std::string & text) {
-    char * end = nullptr;
-    const double amount = std::strtod(text.c_str(), &end);
-    const std::string unit = end;
-    const std::set<std::string> units = {"", "G", "GB", "GiB", "M", "MB", "MiB", "%"};
-    const bool is_number = !text.empty() && (std::isdigit((unsigned char)text[0]) || text[0] == '.') && end != text.c_str();
-    if (!is_number || !std::isfinite(amount) || units.count(unit) == 0 || (unit == "%" && amount > 100)) {
-        return "an amount of GPU memory: GiB as a plain number, or 8GiB, 512MiB, 75%";
+    std::vector<budget_amount> amounts;
+    if (!budget_parse(text, amounts).ok()) {
+        return "an amount of GPU memory: GiB as a plain number, or 8GiB, 512MiB, 75%, with several GPUs one each and commas between";
     }
     args.vram_budget = text;
+    return "";
+}
+
+std::string set_tensor_split(arguments & args, const std::string & text) {
+    std::vector<float> shares;
+    if (!tensor_split_parse(text, shares)) {
+        return "the share of each GPU, e.g. 3,1";
+    }
+    args.tensor_split = text;
     return "";
 }
 
@@ -177,10 +184,16 @@ const std::vector<section> & flag_table() {
               "N",
               "layers that llama.cpp puts on the GPU: a number, auto or all (default auto)",
               set_gpu_layers},
+             {{"-ts", "--tensor-split"}, "N0,N1,...", "share of the layers that each GPU gets, e.g. 3,1", set_tensor_split},
+             text({"-dev", "--device"}, "NAME,...", &a::devices, "GPU devices to use, or none (default: as llama.cpp chooses)"),
+             text({"--rpc"}, "HOST:PORT,...", &a::rpc_servers, "use the devices of these ggml RPC servers too"),
              {{"--vram-budget"},
               "SIZE",
-              "GPU memory for hot neurons: GiB, or 8GiB, 512MiB, 75%; this version computes on the CPU and says so",
+              "GPU memory that may be used for everything: GiB, or 8GiB, 512MiB, 75%; one for all GPUs, or one each with commas",
               set_vram_budget},
+             on_off({"--reset-gpu-index"}, &a::reset_gpu_index, true, "place neurons anew, whatever placement the plan has saved"),
+             on_off({"--disable-gpu-index"}, &a::disable_gpu_index, true, "no single neurons on the GPU, only whole dense blocks"),
+             on_off({"--require-split"}, &a::require_split, true, "it is an error when no neuron is on the GPU"),
          }},
         {"Text",
          {
@@ -265,9 +278,6 @@ size_t edit_distance(const std::string & a, const std::string & b) {
 
 // What to do about a flag that doesn't exist.
 std::string hint(const std::string & name) {
-    if (name == "--reset-gpu-index" || name == "--disable-gpu-index") {
-        return "it belongs to the original PowerInfer; this version keeps no GPU index, leave it out";
-    }
     const size_t equals = name.find('=');
     if (equals != std::string::npos && flag_find(name.substr(0, equals)) != nullptr) {
         return "write '" + name.substr(0, equals) + " " + name.substr(equals + 1) + "'";
@@ -363,6 +373,24 @@ status arguments_parse(int argc, char ** argv, arguments & out) {
 
 std::string arguments_set(arguments & args, const std::string & long_name, const std::string & value) {
     return flag_find(long_name)->set(args, value);
+}
+
+bool tensor_split_parse(const std::string & text, std::vector<float> & out) {
+    out.clear();
+    float sum = 0.0f;
+    for (const char * at = text.c_str();; ++at) {
+        char * end = nullptr;
+        const float share = std::strtof(at, &end);
+        if (end == at || !(share >= 0.0f) || !std::isfinite(share) || (*end != ',' && *end != '\0')) {
+            return false;
+        }
+        out.push_back(share);
+        sum += share;
+        at = end;
+        if (*end == '\0') {
+            return sum > 0.0f && out.size() <= llama_max_devices();
+        }
+    }
 }
 
 std::string arguments_help() {

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <set>
 #include <string>
+#include <vector>
 
 namespace powerinfer {
 
@@ -22,7 +23,13 @@ struct arguments {
     bool mlock = false;
     bool no_mmap = false;
     int32_t n_gpu_layers = -1;  // -1: as llama.cpp decides, -2: all
-    std::string vram_budget;    // checked text, e.g. "8", "8GiB", "75%"; empty: not given
+    std::string tensor_split;   // checked text, e.g. "3,1"; empty: as llama.cpp decides
+    std::string devices;        // names with commas between, or "none"; empty: as llama.cpp chooses
+    std::string rpc_servers;    // HOST:PORT with commas between
+    std::string vram_budget;    // checked text, e.g. "8", "8GiB", "75%", "8GiB,6GiB"; empty: not given
+    bool reset_gpu_index = false;
+    bool disable_gpu_index = false;
+    bool require_split = false;
 
     // text
     std::string prompt;  // any bytes, NUL included
@@ -65,6 +72,9 @@ status arguments_parse(int argc, char ** argv, arguments & out);
 
 // Sets one flag's value by its long name. Returns "" or, with nothing changed, what was expected instead.
 std::string arguments_set(arguments & args, const std::string & long_name, const std::string & value);
+
+// Reads the value of --tensor-split; false when it is none.
+bool tensor_split_parse(const std::string & text, std::vector<float> & out);
 
 // The text of --help.
 std::string arguments_help();

@@ -5,6 +5,7 @@
 #include "ggml-powerinfer.h"
 #include "model-load.h"
 #include "status.h"
+#include "vram-budget.h"
 
 #include "llama.h"
 
@@ -197,6 +198,9 @@ struct releaser {
 struct session {
     arguments args;
     upstream_log log;
+    // The load's parameters point into these two.
+    std::vector<float> tensor_split;
+    budget_decision budget;
     // Freed in reverse order. Without a plan upstream computes.
     std::unique_ptr<ggml_backend_powerinfer_plan, releaser<ggml_backend_powerinfer_plan_free>> plan;
     std::unique_ptr<llama_model, releaser<llama_model_free>> model;
@@ -268,22 +272,6 @@ status open_plan(session & s) {
     return s.plan ? status() : status::error(error);
 }
 
-// Answers the flags that need a GPU.
-status check_gpu_flags(const session & s) {
-    if (!s.args.vram_budget.empty()) {
-        status answer = fallback(s, "--vram-budget: found " + s.args.vram_budget +
-                                        "; this version has no GPU part, every neuron is computed on the CPU; leave it out");
-        if (!answer.ok()) {
-            return answer;
-        }
-    }
-    const bool asks_for_gpu = s.args.given.count("--gpu-layers") != 0 && s.args.n_gpu_layers != 0 && s.args.n_gpu_layers != -1;
-    if (asks_for_gpu && !llama_supports_gpu_offload()) {
-        return fallback(s, "--gpu-layers: found no GPU device in this llama.cpp; every layer is computed on the CPU; use -ngl 0");
-    }
-    return {};
-}
-
 // How far the load is: on a terminal in one line that goes away, elsewhere only with --verbose, every 10 %.
 class load_progress {
 public:
@@ -317,6 +305,70 @@ private:
     int last_ = -1;
 };
 
+// The context's parameters, for a model that may have no weights yet.
+llama_context_params context_params(const arguments & args, const llama_model * model) {
+    const int32_t n_trained = llama_model_n_ctx_train(model);
+    int32_t n_ctx = args.n_ctx;
+    if (n_ctx == 0 || (args.given.count("--ctx-size") == 0 && n_ctx > n_trained)) {
+        n_ctx = n_trained;
+    }
+    llama_context_params params = llama_context_default_params();
+    params.n_ctx = uint32_t(n_ctx);
+    params.n_batch = uint32_t(args.n_batch);
+    params.n_ubatch = uint32_t(args.n_ubatch);
+    params.n_threads = args.n_threads > 0 ? args.n_threads : physical_cores_allowed();
+    params.n_threads_batch = args.n_threads_batch > 0 ? args.n_threads_batch : params.n_threads;
+    params.abort_callback = [](void *) { return is_interrupted(); };
+    params.no_perf = false;
+    return params;
+}
+
+// Decides what goes to the GPU, says it, and puts it into the parameters of the load.
+status take_budget(session & s, llama_model_params & params) {
+    const arguments & args = s.args;
+    const bool asks_for_layers = args.given.count("--gpu-layers") != 0 && args.n_gpu_layers != -1;
+    if (asks_for_layers && args.n_gpu_layers != 0 && !llama_supports_gpu_offload()) {
+        status answer =
+            fallback(s, "--gpu-layers: found no GPU device in this llama.cpp; every layer is computed on the CPU; use -ngl 0");
+        if (!answer.ok()) {
+            return answer;
+        }
+    }
+    budget_request request;
+    request.budget = args.vram_budget;
+    request.has_n_gpu_layers = asks_for_layers;
+    request.reset_index = args.reset_gpu_index;
+    request.disable_index = args.disable_gpu_index;
+    request.require_split = args.require_split;
+    request.strict = args.strict;
+    if (!args.devices.empty()) {
+        if (status t = find_devices(args.devices, request); !t.ok()) {
+            return t;
+        }
+    }
+    if (!args.tensor_split.empty()) {
+        tensor_split_parse(args.tensor_split, s.tensor_split);
+        s.tensor_split.resize(llama_max_devices());
+        params.tensor_split = s.tensor_split.data();
+    }
+    status decided = budget_decide(
+        s.plan.get(), args.model_path, params, [&](const llama_model * model) { return context_params(args, model); }, request,
+        s.budget);
+    if (!decided.ok()) {
+        return decided;
+    }
+    for (const std::string & text : s.budget.notes) {
+        note(text, args.log_disable);
+    }
+    if (s.budget.is_measured && !args.log_disable) {
+        std::fputs(s.budget.table().c_str(), stderr);
+    }
+    if (!s.budget.split_text.empty()) {
+        note(s.budget.split_text, args.log_disable);
+    }
+    return s.budget.apply(s.plan.get(), params);
+}
+
 status load_model(session & s) {
     const arguments & args = s.args;
     llama_model_params params = llama_model_default_params();
@@ -329,6 +381,9 @@ status load_model(session & s) {
     load_progress progress(args);
     params.progress_callback = load_progress::on_progress;
     params.progress_callback_user_data = &progress;
+    if (status t = take_budget(s, params); !t.ok()) {
+        return t;
+    }
     llama_model * model = nullptr;
     if (s.plan) {
         status loaded = model_load(s.plan.get(), params, model);
@@ -360,26 +415,15 @@ status load_model(session & s) {
 status make_context(session & s) {
     const arguments & args = s.args;
     const int32_t n_trained = llama_model_n_ctx_train(s.model.get());
-    int32_t n_ctx = args.n_ctx;
-    if (n_ctx == 0 || (args.given.count("--ctx-size") == 0 && n_ctx > n_trained)) {
-        n_ctx = n_trained;
-    }
-    if (n_ctx > n_trained) {
-        note("--ctx-size: found " + std::to_string(n_ctx) + "; the model was trained with " + std::to_string(n_trained) +
+    const llama_context_params params = context_params(args, s.model.get());
+    if (params.n_ctx > uint32_t(n_trained)) {
+        note("--ctx-size: found " + std::to_string(params.n_ctx) + "; the model was trained with " + std::to_string(n_trained) +
                  " tokens and may write nonsense beyond",
              args.log_disable);
     }
-    llama_context_params params = llama_context_default_params();
-    params.n_ctx = uint32_t(n_ctx);
-    params.n_batch = uint32_t(args.n_batch);
-    params.n_ubatch = uint32_t(args.n_ubatch);
-    params.n_threads = args.n_threads > 0 ? args.n_threads : physical_cores_allowed();
-    params.n_threads_batch = args.n_threads_batch > 0 ? args.n_threads_batch : params.n_threads;
-    params.abort_callback = [](void *) { return is_interrupted(); };
-    params.no_perf = false;
     s.context.reset(llama_init_from_model(s.model.get(), params));
     if (!s.context) {
-        return upstream_error(s.log, "--ctx-size: a context of " + std::to_string(n_ctx) +
+        return upstream_error(s.log, "--ctx-size: a context of " + std::to_string(params.n_ctx) +
                                          " tokens could not be made; expected enough memory for its KV cache; give a smaller -c");
     }
     s.n_ctx = int32_t(llama_n_ctx(s.context.get()));
@@ -448,8 +492,10 @@ void make_sampler(session & s) {
 
 status load(session & s) {
     s.start_us = llama_time_us();
-    if (status t = check_gpu_flags(s); !t.ok()) {
-        return t;
+    if (!s.args.rpc_servers.empty()) {
+        if (status t = add_rpc_servers(s.args.rpc_servers); !t.ok()) {
+            return t;
+        }
     }
     if (status t = open_plan(s); !t.ok()) {
         return t;
