@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 namespace powerinfer {
 
@@ -21,12 +22,31 @@ struct gpu_result {
     uint64_t read_bytes = 0;     // weight bytes that the device read, rows that tokens share once
 };
 
+// A layer's matrices, as far as memory on a device is concerned.
+struct gpu_layer_shape {
+    int64_t n_embd = 0;
+    int64_t n_ff = 0;
+    int64_t n_hot = 0;
+    int64_t rank = 0;      // of the predictor; 0: none
+    int first_type = -1;   // ggml_type of gate rows, or of up rows when ungated
+    int second_type = -1;  // of up rows when gated
+    int down_type = -1;    // of neuron-major down rows
+    bool has_first_bias = true;
+    bool has_second_bias = true;
+
+    gpu_layer_shape() = default;
+    gpu_layer_shape(const ffn_layer & layer, int64_t n_hot);
+};
+
 class gpu_executor;
 
 // The hot rows of a model on one device; shared by the executors of all its contexts, and outlives them.
 class gpu_store {
 public:
     virtual ~gpu_store() = default;
+
+    // Can this device compute the layer? An error that names what it can't.
+    virtual status check_layer(int i_layer, const gpu_layer_shape & shape) const = 0;
 
     // Uploads a layer's positions 0 .. n_hot - 1, once, while the model loads. The host rows may go afterwards.
     // n_hot 0: cold rows are streamed to the device only (gpu_executor::stream).
@@ -67,7 +87,9 @@ public:
 // Any ggml device of type GPU (ggml-executor.cpp). Hot gate and up rows are kept as they are, down is kept transposed: floats
 // as they are, quantized rows as Q8_0 along the neurons. Every hot neuron is computed.
 std::unique_ptr<gpu_store> ggml_store_create(ggml_backend_dev_t device);
-size_t ggml_neuron_bytes(int64_t n_embd, int first_type, int second_type, int down_type);  // of one hot neuron on the device
+size_t ggml_neuron_bytes(const gpu_layer_shape & shape);  // of one hot neuron on a device
+size_t ggml_rows_bytes(ggml_backend_dev_t device, const gpu_layer_shape & shape);  // of all hot neurons
+size_t ggml_scratch_bytes(ggml_backend_dev_t device, const std::vector<gpu_layer_shape> & shapes, int64_t max_tokens);
 
 #if defined(POWERINFER_CUDA)
 // A CUDA device with our kernels (cuda-executor.cu): rows are kept as they are, inactive neurons are skipped.
