@@ -233,6 +233,19 @@ void device_fill(int i_device, ggml_backend_reg_t reg) {
     buffer_type.context = self;
 }
 
+// For programs that know nothing of this library: LD_PRELOAD, and FAKE_DEVICES=<n>, FAKE_DEVICE_MEMORY=<bytes of each>.
+__attribute__((constructor)) void register_as_told() {
+    const char * n_devices = std::getenv("FAKE_DEVICES");
+    const char * limit_bytes = std::getenv("FAKE_DEVICE_MEMORY");
+    if (n_devices == nullptr) {
+        return;
+    }
+    for (int i = 0; limit_bytes != nullptr && i < max_devices; ++i) {
+        fake_device_set_memory(i, std::strtoull(limit_bytes, nullptr, 10));
+    }
+    fake_device_register(std::atoi(n_devices));
+}
+
 }  // namespace
 
 bool fake_device_register(int n_devices) {
