@@ -201,6 +201,10 @@ class FakeDevices:
         """Matrix products with weights of this ggml type ("q4_0") aren't supported; None: all are."""
         self._library.fake_device_refuse_type(i_device, row_type.encode() if row_type else None)
 
+    def set_offload(self, n_tokens: int, i_device: int = 0) -> None:
+        """Matrix products of so many tokens are computed here though their weights are in host memory; 0: none."""
+        self._library.fake_device_set_offload(i_device, ctypes.c_int64(n_tokens))
+
     def stats(self, i_device: int = 0) -> FakeStats:
         out = FakeStats()
         self._library.fake_device_get_stats(i_device, ctypes.byref(out))

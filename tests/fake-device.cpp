@@ -22,6 +22,7 @@ struct device_state {
     std::mutex mutex;  // guards all below
     uint64_t limit_bytes = uint64_t(100) << 20;
     uint64_t delay_us = 0;
+    int64_t offload_tokens = 0;
     std::string refused_type;
     fake_device_stats stats = {};
     std::vector<fake_device_interval> intervals;
@@ -194,6 +195,12 @@ bool device_supports_op(ggml_backend_dev_t device, const ggml_tensor * op) {
     return ggml_backend_dev_supports_op(cpu_device(), op);
 }
 
+bool device_offload_op(ggml_backend_dev_t device, const ggml_tensor * op) {
+    device_state * self = state_of(device);
+    std::lock_guard<std::mutex> lock(self->mutex);
+    return op->op == GGML_OP_MUL_MAT && self->offload_tokens > 0 && op->ne[1] >= self->offload_tokens;
+}
+
 bool device_supports_buffer_type(ggml_backend_dev_t device, ggml_backend_buffer_type_t buffer_type) {
     return buffer_type == &state_of(device)->buffer_type;
 }
@@ -221,6 +228,7 @@ void device_fill(int i_device, ggml_backend_reg_t reg) {
     device.iface.get_buffer_type = device_buffer_type;
     device.iface.supports_op = device_supports_op;
     device.iface.supports_buft = device_supports_buffer_type;
+    device.iface.offload_op = device_offload_op;
     device.reg = reg;
     device.context = self;
 
@@ -277,6 +285,12 @@ void fake_device_refuse_type(int i_device, const char * type_name) {
     device_state * self = state_of(i_device);
     std::lock_guard<std::mutex> lock(self->mutex);
     self->refused_type = type_name ? type_name : "";
+}
+
+void fake_device_set_offload(int i_device, int64_t n_tokens) {
+    device_state * self = state_of(i_device);
+    std::lock_guard<std::mutex> lock(self->mutex);
+    self->offload_tokens = n_tokens;
 }
 
 void fake_device_get_stats(int i_device, fake_device_stats * stats) {

@@ -2,14 +2,12 @@
 // It computes with one CPU thread, synchronously. Settings hold for the whole process.
 #pragma once
 
-#include <stddef.h>
-#include <stdint.h>
+#include <cstddef>
+#include <cstdint>
 
 #define FAKE_DEVICE_API __attribute__((visibility("default")))
 
-#ifdef __cplusplus
 extern "C" {
-#endif
 
 struct fake_device_stats {
     uint64_t used_bytes;  // allocated now
@@ -37,6 +35,10 @@ FAKE_DEVICE_API void fake_device_set_delay(int i_device, uint64_t delay_us);
 // supports_op refuses MUL_MAT with weights of this type ("q4_0"); NULL, the default: as the CPU device does.
 FAKE_DEVICE_API void fake_device_refuse_type(int i_device, const char * type_name);
 
+// As CUDA does from 32 tokens on: matrix products of at least n_tokens whose weights are in host memory are computed here
+// all the same, on a copy made each time (op_offload). 0, the default: never.
+FAKE_DEVICE_API void fake_device_set_offload(int i_device, int64_t n_tokens);
+
 FAKE_DEVICE_API void fake_device_get_stats(int i_device, struct fake_device_stats * stats);
 
 // Copies the first n intervals since the start or the last reset, oldest first. Returns how many there are.
@@ -45,6 +47,4 @@ FAKE_DEVICE_API size_t fake_device_get_intervals(int i_device, struct fake_devic
 // Clears the log and every figure but used_bytes; peak_bytes starts again from it.
 FAKE_DEVICE_API void fake_device_reset_stats(int i_device);
 
-#ifdef __cplusplus
-}
-#endif
+}  // extern "C"

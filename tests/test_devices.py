@@ -124,6 +124,22 @@ def test_a_refused_type_stays_on_the_cpu(model: Path, cpu_logits: np.ndarray) ->
     assert refused_bytes < all_bytes
 
 
+def offloaded(model: Path) -> tuple[np.ndarray, int, int]:
+    fake = devices.FakeDevices()
+    logits(model, 0)
+    without_bytes = fake.stats().set_bytes
+    fake.reset_stats()
+    fake.set_offload(32)
+    return logits(model, 0), without_bytes, fake.stats().set_bytes
+
+
+@pytest.mark.usefixtures("fake_device")
+def test_prompts_are_offloaded_from_the_given_length_on(model: Path, cpu_logits: np.ndarray) -> None:
+    out, without_bytes, with_bytes = devices.run_in_child(offloaded, model)
+    np.testing.assert_allclose(out, cpu_logits, atol=TOLERANCE, rtol=0)
+    assert with_bytes > without_bytes + 500_000  # the model's matrices
+
+
 def delayed(model: Path) -> tuple[float, np.ndarray, float]:
     fake = devices.FakeDevices(delay_us=30_000)
     begin_s = time.monotonic()
