@@ -57,7 +57,6 @@ LEVELS = {
     "device.cpp": 4,
     "plan-place.h": 4,
     "plan-place.cpp": 4,
-    "split-stand-in.cpp": 4,
     "backend.cpp": 4,
     "module.cpp": 4,
     "preload.cpp": 4,

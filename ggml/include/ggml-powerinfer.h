@@ -191,25 +191,6 @@ typedef void (*ggml_backend_powerinfer_capture_t)(int i_layer, int64_t n_tokens,
 GGML_POWERINFER_API void ggml_backend_powerinfer_plan_set_capture(
     ggml_backend_powerinfer_plan_t plan, ggml_backend_powerinfer_capture_t capture, void * user_data);
 
-// Where hot neurons go. Set after open, before the model is loaded.
-struct ggml_backend_powerinfer_split {
-    int n_devices;                       // 1 .. 16
-    const ggml_backend_dev_t * devices;  // (n_devices) of type GPU
-    const int64_t * n_hot;               // (n_layer) neurons of each layer on its device, hot first; 0 for layers not covered
-    const int32_t * i_device;            // (n_layer) index into devices; NULL: all 0
-    int64_t max_tokens;                  // what the executors' scratch memory is made for (n_ubatch)
-};
-GGML_POWERINFER_API bool ggml_backend_powerinfer_plan_set_split(
-    ggml_backend_powerinfer_plan_t plan, const struct ggml_backend_powerinfer_split * split, char * error, size_t error_size);
-
-// Device memory that a split would take: per device (n_devices) bytes of hot rows and of scratch.
-GGML_POWERINFER_API bool ggml_backend_powerinfer_plan_split_bytes(
-    ggml_backend_powerinfer_plan_t plan, const struct ggml_backend_powerinfer_split * split, uint64_t * row_bytes,
-    uint64_t * scratch_bytes, char * error, size_t error_size);
-
-// Device bytes per hot neuron of a layer (gate, up, down as the device stores them, biases); 0: not covered.
-GGML_POWERINFER_API uint64_t ggml_backend_powerinfer_plan_neuron_bytes(ggml_backend_powerinfer_plan_t plan, int i_layer);
-
 // What a model path is. 1: an extended GGUF; 0: a plain GGUF (sidecar_path gets the sidecar beside it, or "");
 // -1: unreadable, with one sentence in error.
 GGML_POWERINFER_API int ggml_backend_powerinfer_inspect_path(

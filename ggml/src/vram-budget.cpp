@@ -101,6 +101,7 @@ struct dry_run {
     memory_use cpu;
     int32_t n_layer = 0;
     int64_t n_ubatch = 0;
+    bool op_offload = false;
 };
 
 // The model and what it is asked for; runs it dry.
@@ -131,12 +132,13 @@ public:
             return status::error(path_ + ": libllama could not load it" + log.error_in_brackets() +
                                  "; expected a complete GGUF of an architecture that it knows; convert or fetch the file again.");
         }
-        const std::unique_ptr<llama_context, decltype(&llama_free)> context(
-            llama_init_from_model(model.get(), context_params_(model.get())), llama_free);
+        const llama_context_params context_params = context_params_(model.get());
+        const std::unique_ptr<llama_context, decltype(&llama_free)> context(llama_init_from_model(model.get(), context_params), llama_free);
         if (context == nullptr) {
             return status::error(path_ + ": libllama could not make the context that was asked for" + log.error_in_brackets() +
                                  "; change the context's options.");
         }
+        out.op_offload = context_params.op_offload;
         read(*model, *context, out);
         decision_.n_dry_runs += 1;
         decision_.dry_run_s += std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
@@ -485,6 +487,7 @@ status budget_decide(ggml_backend_powerinfer_plan_t plan, const std::string & pa
     }
     out.is_measured = true;
     out.max_tokens = run.n_ubatch;
+    out.stream = run.op_offload;
     for (size_t i = 0; i < out.gpus.size(); ++i) {
         memory_use & gpu = out.gpus[i];
         gpu.weights_bytes = run.gpus[i].weights_bytes;
@@ -551,6 +554,7 @@ ggml_backend_powerinfer_split budget_decision::split() const {
     split.n_hot = n_hot.data();
     split.i_device = i_device.data();
     split.max_tokens = max_tokens;
+    split.stream = stream;
     return split;
 }
 

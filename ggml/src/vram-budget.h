@@ -57,6 +57,7 @@ struct budget_decision {
     std::vector<int64_t> n_hot;             // (n_layer) of the plan; empty: no split
     std::vector<int32_t> i_device;          // (n_layer)
     int64_t max_tokens = 0;                 // n_ubatch
+    bool stream = false;                    // op_offload: prompts bring cold rows to the device
     double share_neurons = 0.0;
     double share_activations = 0.0;
     std::vector<memory_use> gpus;
