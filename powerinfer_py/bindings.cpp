@@ -1,6 +1,8 @@
-// Python core `powerinfer_py._core`: converts arguments, calls ggml-powerinfer.h, model-load.h and kernel-bench.h, translates errors.
-// No logic. Core calls run without the GIL, because the core's callbacks take it.
+// Python core `powerinfer_py._core`: converts arguments, calls ggml-powerinfer.h, model-load.h, and what measures (kernel-bench.h,
+// gpu/), translates errors. No logic. Core calls run without the GIL, because the core's callbacks take it.
 #include "ggml-powerinfer.h"
+#include "gpu/gpu-devices.h"
+#include "gpu/gpu-measure.h"
 #include "kernel-bench.h"
 #include "model-load.h"
 
@@ -9,6 +11,7 @@
 #include <nanobind/stl/filesystem.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -18,6 +21,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -516,6 +520,86 @@ nb::dict kernel_bench_run(powerinfer::kernel_bench & self, const std::string & k
     return out;
 }
 
+nb::list devices() {
+    std::vector<powerinfer::device_info> found;
+    {
+        nb::gil_scoped_release no_gil;
+        found = powerinfer::list_devices();
+    }
+    nb::list out;
+    for (const powerinfer::device_info & info : found) {
+        nb::dict item;
+        item["name"] = to_str(info.name.c_str());
+        item["description"] = to_str(info.description.c_str());
+        item["type"] = info.type;
+        item["memory_free"] = info.memory_free;
+        item["memory_total"] = info.memory_total;
+        item["async"] = info.async;
+        out.append(item);
+    }
+    return out;
+}
+
+std::vector<std::string> add_rpc_server(const std::string & address) {
+    std::vector<std::string> names;
+    std::string error;
+    {
+        nb::gil_scoped_release no_gil;
+        error = powerinfer::add_rpc_server(address, names).text();
+    }
+    if (!error.empty()) {
+        raise_error("OptionError", error.c_str());
+    }
+    return names;
+}
+
+nb::dict measure_device(const std::string & name, const std::vector<std::string> & types, int64_t n_embd, size_t max_bytes,
+                        double repeat_s, nb::object progress) {
+    powerinfer::device_measure_options options;
+    options.types = types;
+    options.n_embd = n_embd;
+    options.max_bytes = max_bytes;
+    options.repeat_s = repeat_s;
+    bool failed = false;  // a Python error is set
+    options.progress = [&](const std::string & text) {
+        nb::gil_scoped_acquire gil;
+        try {
+            if (!progress.is_none()) {
+                progress(text);
+            }
+            failed = PyErr_CheckSignals() != 0;
+        } catch (nb::python_error & error) {
+            error.restore();
+            failed = true;
+        }
+        return !failed;
+    };
+    powerinfer::device_rates rates;
+    std::string error;
+    {
+        nb::gil_scoped_release no_gil;
+        error = powerinfer::measure_device(name, options, rates).text();
+    }
+    if (failed) {
+        throw nb::python_error();
+    }
+    if (!error.empty()) {
+        raise_error("OptionError", error.c_str());
+    }
+    nb::dict rows;
+    for (const powerinfer::device_row_rate & rate : rates.rows) {
+        rows[rate.type.c_str()] = rate.bytes_s;
+    }
+    nb::dict out;
+    out["bandwidth_bytes_s"] = rates.bandwidth_bytes_s;
+    out["to_device_bytes_s"] = rates.to_device_bytes_s;
+    out["to_host_bytes_s"] = rates.to_host_bytes_s;
+    out["round_trip_s"] = rates.round_trip_s;
+    out["pinned"] = rates.pinned;
+    out["row_bytes_s"] = rows;
+    return out;
+}
+
 }  // namespace
 
 NB_MODULE(_core, m) {
@@ -735,6 +819,46 @@ Raises:
     OptionError: a set, op or layout that isn't there, or a share out of range.)")
         .def_prop_ro("row_bytes", &powerinfer::kernel_bench::row_bytes, "Bytes of one row.")
         .def_prop_ro("working_set_bytes", &powerinfer::kernel_bench::working_set_bytes, "Bytes of all rows, as allocated.");
+    m.def("devices", &devices, nb::sig("def devices() -> list[dict[str, typing.Any]]"),
+          R"(The devices that ggml lists in this process.
+
+Returns:
+    One item per device: name, description: str. type: cpu, gpu, igpu, accel or meta. memory_free, memory_total: int,
+    bytes; 0 of 0: the device doesn't say. async: bool, it computes while the caller goes on.)");
+    m.def("add_rpc_server", &add_rpc_server, "address"_a,
+          R"(Add the devices of an RPC server to those that ggml lists in this process; again: no change.
+
+Args:
+    address: host:port.
+
+Returns:
+    Names of its devices.
+
+Raises:
+    OptionError: no address, no server there or one of another version, or the installed llama.cpp has no RPC backend.)");
+    m.def("measure_device", &measure_device, "name"_a, nb::kw_only(), "types"_a = std::vector<std::string>(), "n_embd"_a = 4096,
+          "max_bytes"_a = size_t(256) << 20, "repeat_s"_a = 0.05, "progress"_a = nb::none(),
+          nb::sig("def measure_device(name: str, *, types: collections.abc.Sequence[str] = (), n_embd: int = 4096, "
+                  "max_bytes: int = 268435456, repeat_s: float = 0.05, "
+                  "progress: typing.Callable[[str], object] | None = None) -> dict[str, typing.Any]"),
+          R"(Measure one device: copies, a round trip, and how fast it multiplies rows of weights with a vector.
+
+Args:
+    name: of the device, as in devices.
+    types: ggml type names of rows; none: all that have kernels of ours.
+    n_embd: values per row, whole blocks of the types; floats of the round trip.
+    max_bytes: rows of a type; half of the free memory at most. Far more than the device's caches hold, or it is their
+        speed.
+    repeat_s: seconds per timed batch, about; a figure is the median of five.
+    progress: called with a word for what is measured next; what it raises ends the measuring, as Ctrl-C does.
+
+Returns:
+    bandwidth_bytes_s (the best of all rows, f32 among them), to_device_bytes_s, to_host_bytes_s: bytes per second.
+    round_trip_s: seconds: n_embd floats up, a feed-forward block of 8 f32 neurons, n_embd floats back. pinned: bool,
+    whether host memory of the device's own kind was used. row_bytes_s: bytes per second by type; 0: it can't.
+
+Raises:
+    OptionError: an unknown device or type, no whole blocks, a device that fails or has no memory to spare.)");
     m.def("physical_cores", &powerinfer::physical_cores_allowed, "Physical cores that this process may run on, at least 1.");
     m.def("version", &ggml_backend_powerinfer_version, "Version of the compiled core.");
 }

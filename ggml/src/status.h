@@ -5,6 +5,9 @@
 #include <string>
 #include <utility>
 
+// What tools and bindings call inside the module.
+#define POWERINFER_EXPORT __attribute__((visibility("default")))
+
 namespace powerinfer {
 
 class [[nodiscard]] status {
