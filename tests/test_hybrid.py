@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -320,7 +321,7 @@ def test_what_does_not_fit_is_said_in_a_sentence(
 ) -> None:
     model = tiny_model()
     no_memory, *rest = devices.run_in_child(refusals, model, tiny_plan(model))
-    assert no_memory.startswith("FAKE0: layer 1: ") and "smaller VRAM budget" in no_memory
+    assert re.match(r"FAKE0: layer [12]: ", no_memory) and "smaller VRAM budget" in no_memory
     text = "\n".join(rest)
     for part in (
         "rows are f32",
