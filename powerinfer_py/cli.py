@@ -41,6 +41,9 @@ VERBS = {
         "run_rebind",
     ),
     "import": Verb("powerinfer_py.tools.import_powerinfer", "take over a model of the original PowerInfer"),
+    "measure-hardware": Verb(
+        "powerinfer_py.tools.measure_hardware", "rates of the CPU and of GPUs, for placement and simulation"
+    ),
     "inspect": Verb("powerinfer_py.tools.inspect_model", "what a GGUF or a plan says"),
     "synthetic": Verb("powerinfer_py.tools.synthetic_model", "write a sparse model of any shape, with its plan"),
 }
