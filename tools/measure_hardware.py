@@ -34,8 +34,8 @@ GATE_DENSITY = 0.13
 _GPU_ROW_BYTES = 256 << 20
 _N_REPEATS = 5
 _HOW_TO_GET_A_GPU = (
-    "no GPU: expected one that llama.cpp was built for (CMAKE_ARGS=-DGGML_CUDA=ON pip install --no-binary llama-cpp-python "
-    "llama-cpp-python), or an RPC server (--rpc HOST:PORT)."
+    "no GPU: expected one that llama.cpp was built for, or an RPC server; build llama-cpp-python again with "
+    "CMAKE_ARGS=-DGGML_CUDA=ON in the environment, or pass --rpc HOST:PORT."
 )
 
 

@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <new>
 #include <random>
 
 namespace powerinfer {
@@ -293,8 +294,13 @@ status measure_device(const std::string & name, const device_measure_options & o
         if (done.ok() && options.progress && !options.progress(text)) {
             done = status::error("device: measuring " + name + " was stopped.");
         }
-        if (done.ok()) {
+        if (!done.ok()) {
+            return;
+        }
+        try {
             done = measure();
+        } catch (const std::bad_alloc &) {
+            done = status::error("device: no host memory for measuring " + name + "; expected some 200 MiB; close other programs.");
         }
     };
     step("copies", [&] { return bench.measure_copies(); });
