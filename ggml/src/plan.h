@@ -51,6 +51,9 @@ struct plan_layer {
     float predictor_threshold = 0.0f;     // skipped only when score < it
     float predictor_recall = 0.0f;        // measured, 0 when absent
     float predictor_density = 0.0f;       // candidate_density measured, 0 when absent
+    int gate_type = -1;                   // ggml_type numbers of the base's rows; -1: not there
+    int up_type = -1;
+    int down_type = -1;
     uint64_t profile_tokens = 0;
     float profile_density = 0.0f;         // 0 when absent
     std::vector<int32_t> neuron_order;    // (n_ff) base row at each position; empty: identity
