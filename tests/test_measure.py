@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import json
 import socket
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import devices
 import pytest
 
 from powerinfer_py import _core, bench_machine, cli
@@ -22,14 +20,6 @@ from powerinfer_py.tools.hardware import read_hardware
 
 SMALL = ["--types", "f16,q4_K", "--n-embd", "256", "--n-ff", "64", "--row-mib", "1", "--repeat-ms", "1"]
 SMALL_DEVICE = {"n_embd": 256, "max_bytes": 1 << 20, "repeat_s": 0.001}
-START_SERVER = """
-import ctypes, pathlib, sys, llama_cpp
-folder = pathlib.Path(llama_cpp.__file__).parent / "lib"
-ggml, rpc = (ctypes.CDLL(str(folder / name)) for name in ("libggml.so.0", "libggml-rpc.so.0"))
-ggml.ggml_backend_dev_by_name.restype = ctypes.c_void_p
-device = ctypes.c_void_p(ggml.ggml_backend_dev_by_name(b"CPU"))
-rpc.ggml_backend_rpc_start_server(sys.argv[1].encode(), None, ctypes.c_size_t(2), ctypes.c_size_t(1), ctypes.byref(device))
-"""
 HELLO_BYTES = 1 + 8 + 24  # command, size, capabilities
 NOT_OURS = bytes([6, 0, 0, 0]) + bytes(24)  # version 6.0.0, capabilities
 
@@ -40,26 +30,6 @@ def small_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     without_gpus = [item for item in _core.devices() if item["type"] == "cpu"]
     monkeypatch.setattr(_core, "devices", lambda: without_gpus)
     monkeypatch.setattr(bench_machine, "working_set_bytes", lambda: 2**22)
-
-
-@pytest.fixture
-def rpc_server() -> Iterator[str]:
-    """Address of an RPC server with the CPU as its device."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    with subprocess.Popen([sys.executable, "-c", START_SERVER, address], stdout=subprocess.DEVNULL) as server:
-        try:
-            for _ in range(200):
-                try:
-                    socket.create_connection(("127.0.0.1", int(address.split(":")[1])), 1).close()
-                    break
-                except OSError:
-                    assert server.poll() is None
-                    time.sleep(0.05)
-            yield address
-        finally:
-            server.kill()
 
 
 @pytest.fixture
@@ -93,9 +63,22 @@ def measure(*arguments: object) -> int:
     return cli.main(["measure-hardware", *map(str, arguments)])
 
 
-def run_in_child(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "powerinfer_py.cli", "measure-hardware", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+def measure_in_child(address: str, arguments: list[str]) -> int:
+    """`--rpc` too."""
+    return cli.main(["measure-hardware", "--rpc", address, *arguments])
+
+
+def measure_poor_device(path: Path) -> list[str]:
+    """A fake GPU without q4_K rows goes to a file; then one whose memory is taken away meanwhile, and one without any."""
+    fake = devices.FakeDevices(memory_bytes=1 << 20)
+    fake.refuse_type("q4_K")
+    assert cli.main(["measure-hardware", *SMALL, "-o", str(path)]) == 0
+    errors = []
+    for memory in (100, 0):
+        with pytest.raises(OptionError) as caught:
+            _core.measure_device("FAKE0", progress=lambda _, n=memory: fake.set_memory(n), **SMALL_DEVICE)
+        errors.append(str(caught.value))
+    return errors
 
 
 def test_cpu_alone_gives_a_file_and_a_word_about_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -247,15 +230,25 @@ def test_server_that_cannot_be_used_is_an_error(
         _core.add_rpc_server(other_server(answer))
 
 
-def test_rpc_server_is_measured_as_a_gpu(rpc_server: str, tmp_path: Path) -> None:
+def test_rpc_server_is_measured_as_a_gpu(rpc_server: devices.RpcServer, tmp_path: Path) -> None:
     path = tmp_path / "hw.json"
-    done = run_in_child(*SMALL, "--rpc", rpc_server, "--device", "RPC0", "-o", path)
-    assert done.returncode == 0, done.stderr
+    arguments = [*SMALL, "--device", "RPC0", "-o", str(path)]
+    assert devices.run_in_child(measure_in_child, rpc_server.endpoint, arguments) == 0
     hardware = read_hardware(path)
     (gpu,) = hardware.gpus
-    assert gpu.name == f"RPC0: {rpc_server}" and hardware.name == f"{gpu.name} + {hardware.cpu.name}"
+    assert gpu.name == f"RPC0: {rpc_server.endpoint}" and hardware.name == f"{gpu.name} + {hardware.cpu.name}"
     assert set(gpu.row_bytes_s) == {"f16", "q4_K"} and gpu.round_trip_s < 1.0
-    assert gpu.name in done.stdout and "no GPU" not in done.stdout
-    done = run_in_child(*SMALL, "--rpc", rpc_server, "--device", "RPC1")
-    assert done.returncode == 1
-    assert "device: RPC1 isn't a GPU here; expected one of RPC0; pass one of them." in done.stderr
+
+
+def test_server_that_went_away_is_an_error(rpc_server: devices.RpcServer) -> None:
+    rpc_server.process.kill()
+    rpc_server.process.wait()
+    assert devices.run_in_child(measure_in_child, rpc_server.endpoint, SMALL) == 1
+
+
+@pytest.mark.usefixtures("fake_device")
+def test_device_is_measured_within_its_memory_and_types(tmp_path: Path) -> None:
+    errors = devices.run_in_child(measure_poor_device, tmp_path / "hw.json")
+    (gpu,) = read_hardware(tmp_path / "hw.json").gpus
+    assert gpu.name.startswith("FAKE0: ") and set(gpu.row_bytes_s) == {"f16"} and gpu.memory_bytes == 1 << 20
+    assert all(error.startswith("device: FAKE0 has no ") for error in errors) and len(errors) == 2
