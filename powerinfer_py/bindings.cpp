@@ -1003,7 +1003,7 @@ Args:
     n_embd: values per row, whole blocks of the types; floats of the round trip.
     max_bytes: rows of a type; half of the free memory at most. Far more than the device's caches hold, or it is their
         speed.
-    repeat_s: seconds per timed batch, about; a figure is the median of five.
+    repeat_s: seconds per timed batch, about; a rate is the best of five, the round trip a median.
     progress: called with a word for what is measured next; what it raises ends the measuring, as Ctrl-C does.
 
 Returns:

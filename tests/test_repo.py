@@ -25,6 +25,7 @@ DOCUMENTS = (
     "CONTRIBUTING.md",
     "CHANGELOG.md",
     "docs/pipeline.md",
+    "docs/placement.md",
     "docs/speed.md",
     "models/README.md",
     "models/tiny-relu/README.md",

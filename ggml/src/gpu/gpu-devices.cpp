@@ -129,7 +129,7 @@ status add_rpc_server(const std::string & address, std::vector<std::string> & na
                                     : reinterpret_cast<add_server>(ggml_backend_reg_get_proc_address(rpc, "ggml_backend_rpc_add_server"));
     if (add == nullptr) {
         return status::error("rpc: the installed llama.cpp has no RPC backend; expected one to reach " + address +
-                             "; install it again with CMAKE_ARGS=-DGGML_RPC=ON pip install --no-binary llama-cpp-python llama-cpp-python.");
+                             "; build llama-cpp-python again with CMAKE_ARGS=-DGGML_RPC=ON in the environment.");
     }
     const std::string reason = ask_server(host, port);
     const std::string advice = "; expected an RPC server of protocol " + std::to_string(RPC_PROTO_MAJOR_VERSION) + "." +

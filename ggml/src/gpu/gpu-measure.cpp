@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <new>
 #include <random>
 
 namespace powerinfer {
@@ -21,18 +22,11 @@ constexpr ggml_type row_types[] = {GGML_TYPE_F32,  GGML_TYPE_F16,  GGML_TYPE_BF1
 constexpr int64_t max_rows = 11008;       // per matrix: a 7B model's
 constexpr int64_t n_pool_rows = 251;      // different rows, repeated
 constexpr int64_t n_hot = 8;              // neurons of the round trip's block: launches count, not reading
-constexpr int n_batches = 5;              // of a figure: their median
+constexpr int n_batches = 5;              // of a figure
 constexpr int n_copies = 8;               // queued at once
 constexpr size_t copy_bytes = size_t(8) << 20;
 constexpr int n_most_round_trips = 1000;
 constexpr int n_least_round_trips = 20;
-
-std::string mib(size_t n_bytes) { return std::to_string(n_bytes >> 20) + " MiB"; }
-
-double median(std::vector<double> values) {
-    std::sort(values.begin(), values.end());
-    return values[values.size() / 2];
-}
 
 // Tensors on the device, and the graph that uses them.
 struct device_graph {
@@ -135,7 +129,8 @@ public:
             ggml_backend_synchronize(backend_.get());
             times.push_back(omp_get_wtime() - start);
         }
-        result_.round_trip_s = median(times);
+        std::sort(times.begin(), times.end());
+        result_.round_trip_s = times[times.size() / 2];
         return computed ? status() : failed();
     }
 
@@ -189,8 +184,8 @@ private:
     }
 
     status no_memory(size_t n_bytes) const {
-        return status::error("device: " + name_ + " has no " + (n_bytes < (1 << 20) ? std::to_string(n_bytes) + " bytes" : mib(n_bytes)) +
-                             " of memory to spare; expected so much to measure with; end what uses it.");
+        return status::error("device: " + name_ + " has no " + std::to_string(n_bytes) + " bytes for measuring, " +
+                             std::to_string(max_bytes_) + " may be used; expected more free memory; end what uses it.");
     }
 
     status failed() const {
@@ -227,8 +222,9 @@ private:
         return rows;
     }
 
-    // Median of batches, each of about repeat_s; the device works off a batch's runs one after the other. Reading `last`, a
-    // tensor that the runs use, waits for the end: on an RPC device synchronize alone waits until requests are sent.
+    // Of the fastest batch, each of about repeat_s: whatever else the machine did slowed the others. The device works off a
+    // batch's runs one after the other. Reading `last`, a tensor that the runs use, waits for the end: on an RPC device
+    // synchronize alone waits until requests are sent.
     template <typename Run>
     double seconds_per_run(const ggml_tensor * last, const Run & run) const {
         auto seconds_of = [&](int n_runs) {
@@ -244,11 +240,11 @@ private:
         seconds_of(1);  // what is made at the first run
         const double once_s = std::max(seconds_of(1), 1e-6);
         const int n_runs = static_cast<int>(std::clamp(options_.repeat_s / once_s, 1.0, 1000.0));
-        std::vector<double> times;
-        for (int i = 0; i < n_batches; ++i) {
-            times.push_back(seconds_of(n_runs) / n_runs);
+        double best_s = seconds_of(n_runs);
+        for (int i = 1; i < n_batches; ++i) {
+            best_s = std::min(best_s, seconds_of(n_runs));
         }
-        return median(times);
+        return best_s / n_runs;
     }
 
     const device_measure_options & options_;
@@ -298,8 +294,13 @@ status measure_device(const std::string & name, const device_measure_options & o
         if (done.ok() && options.progress && !options.progress(text)) {
             done = status::error("device: measuring " + name + " was stopped.");
         }
-        if (done.ok()) {
+        if (!done.ok()) {
+            return;
+        }
+        try {
             done = measure();
+        } catch (const std::bad_alloc &) {
+            done = status::error("device: no host memory for measuring " + name + "; expected some 200 MiB; close other programs.");
         }
     };
     step("copies", [&] { return bench.measure_copies(); });

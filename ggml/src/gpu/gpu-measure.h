@@ -15,7 +15,7 @@ namespace powerinfer {
 struct device_measure_options {
     std::vector<std::string> types;  // ggml type names; empty: all that have kernels of ours
     int64_t n_embd = 4096;           // values per row; floats of the round trip
-    size_t max_bytes = size_t(256) << 20;  // rows of a type; half of the free memory at most. Far more than the device's caches hold
+    size_t max_bytes = size_t(256) << 20;  // rows of a type, far more than caches hold; half of the free memory at most
     double repeat_s = 0.05;          // seconds per figure, about
     std::function<bool(const std::string &)> progress;  // called with what comes next; false: stop
 };
