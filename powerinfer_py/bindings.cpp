@@ -438,7 +438,10 @@ nb::dict plan_stats(plan_object & self) {
     out["cpu_us"] = stats.cpu_us;
     out["gpu_us"] = stats.gpu_us;
     out["wait_us"] = stats.wait_us;
+    out["copy_us"] = stats.copy_us;
     out["copied_bytes"] = stats.copied_bytes;
+    out["n_gpu_active"] = stats.n_gpu_active;
+    out["n_cpu_active"] = stats.n_cpu_active;
     out["gpu_read_bytes"] = stats.gpu_read_bytes;
     out["overlap_sum"] = stats.overlap_sum;
     out["n_overlaps"] = stats.n_overlaps;
@@ -846,8 +849,9 @@ Args:
 Returns:
     n_tokens (token x layer evaluations), n_blocks_whole, n_blocks_by_op, n_slow_rows, n_neurons, n_candidates, n_active,
     read_bytes, dense_bytes, predictor_us, gate_us, up_down_us, total_us, n_overlaps; of blocks with a split: n_gpu_neurons
-    (neurons that devices computed, summed over tokens), cpu_us, gpu_us, wait_us (the CPU waited for a device), copied_bytes
-    (between host and devices), gpu_read_bytes: int; overlap_sum: float.)")
+    (neurons that devices computed, summed over tokens), cpu_us, gpu_us, wait_us (the CPU waited for a device), copy_us,
+    copied_bytes (between host and devices), gpu_read_bytes, and while there is a trace n_gpu_active and n_cpu_active (active neurons
+    on devices and on the CPU): int; overlap_sum: float.)")
         .def("reset_stats", &plan_reset_stats, "Set all sums of stats and layers to 0.")
         .def("layers", &plan_layers, nb::sig("def layers(self) -> list[dict[str, int | str]]"),
              R"(What each layer runs.

@@ -184,9 +184,9 @@ def test_every_split_on_the_rpc_device_equals_dense_on_the_cpu(
         assert [layer["n_hot"] for layer in outcome.layers] == list(run.n_hot)
         if not stream:
             assert outcome.stats["n_gpu_neurons"] == sum(run.n_hot) * n_singles
-            # x there and y back, and nothing else
+            # x there and y back, and (there is a trace) a count of active neurons
             n_split = sum(n > 0 for n in run.n_hot)
-            assert outcome.stats["copied_bytes"] == n_split * len(TOKENS) * 2 * N_EMBD * 4
+            assert outcome.stats["copied_bytes"] == n_split * len(TOKENS) * (2 * N_EMBD + 1) * 4
         assert outcome.host_bytes < dense.host_bytes or sum(run.n_hot) <= N_LAYER * 64
 
 
@@ -266,6 +266,20 @@ def test_blocks_that_run_op_by_op_use_both_parts(
     for outcome in outcomes:
         assert outcome.stats["n_blocks_by_op"] > 0
         np.testing.assert_allclose(outcome.logits, whole.logits, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.usefixtures("fake_device")
+def test_the_share_of_active_neurons_on_the_device_is_counted(
+    tiny_model: Callable[..., Path], tiny_plan: Callable[..., Path]
+) -> None:
+    model = tiny_model()
+    plan = tiny_plan(model, order_seed=3, activation="relu")
+    runs = [Run(sparsity="exact"), Run(SPLITS["mixed"], ("FAKE0",), sparsity="exact")]
+    (whole, split), _ = devices.run_in_child(on_fake, model, plan, runs)
+    assert 0 < split.stats["n_gpu_active"] < split.stats["n_gpu_neurons"]
+    # up to values that are 0 by one order of sums and not by the other
+    active = split.stats["n_gpu_active"] + split.stats["n_cpu_active"]
+    assert abs(active - whole.stats["n_active"]) <= 0.001 * active
 
 
 def one_after_the_other(first: tuple[Path, Path], second: tuple[Path, Path], run: Run) -> dict[str, np.ndarray]:

@@ -123,7 +123,10 @@ void record(opened_plan * owner, int i_layer, const ffn_layer & layer, const ffn
     stats.cpu_us += to_us(times.cpu_s());
     stats.gpu_us += to_us(times.gpu_s());
     stats.wait_us += to_us(times.wait_s);
+    stats.copy_us += to_us(times.copy_s);
     stats.copied_bytes += times.copied_bytes;
+    stats.n_gpu_active += times.gpu_active;
+    stats.n_cpu_active += times.cpu_active;
     stats.gpu_read_bytes += times.gpu_read_bytes;
     stats.overlap_sum += result.overlap_sum;
     stats.n_overlaps += result.n_overlaps;
@@ -197,6 +200,7 @@ status block_options(const ffn_block & block, bool has_residual, ffn_options & o
     options.activation = block.activation;
     options.add_biases = block.has_biases;
     options.count = owner->options.count;
+    options.count_hot = block.hybrid != nullptr && owner->counts_hot;
     if (options.mode != ffn_mode::predicted || !owner->data.predictor_reads_residual || has_residual) {
         return {};
     }
