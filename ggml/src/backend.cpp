@@ -253,6 +253,7 @@ status compute_block(backend_state & state, const ffn_block & block, const ffn_o
         ffn_forward(layer, options, owner->kernels, state.n_threads, n_tokens, x, ld_x, y, ld_y, state.workspace, result, r, ld_r);
         times.cpu_begin_s = start;
         times.cpu_end_s = omp_get_wtime();
+        times.cpu_active = result.n_active;
     }
     record(owner, block.i_layer, layer, options, result, times, omp_get_wtime() - start);
     trace_block(owner, block.i_layer, n_tokens, start, times);
