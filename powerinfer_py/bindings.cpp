@@ -1,14 +1,16 @@
-// Python core `powerinfer_py._core`: converts arguments, calls ggml-powerinfer.h, model-load.h and kernel-bench.h, translates errors.
+// Python core `powerinfer_py._core`: converts arguments, calls ggml-powerinfer.h, model-load.h, plan.h and kernel-bench.h, translates errors.
 // No logic. Core calls run without the GIL, because the core's callbacks take it.
 #include "ggml-powerinfer.h"
 #include "kernel-bench.h"
 #include "model-load.h"
+#include "plan.h"
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/filesystem.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -18,6 +20,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -430,6 +433,24 @@ nb::tuple inspect_path(const std::filesystem::path & path) {
     return nb::make_tuple(kind == 1 ? "extended" : "plain", found);
 }
 
+nb::object find_placement(const std::filesystem::path & path, const std::optional<std::filesystem::path> & base,
+                          const std::vector<uint64_t> & hot_bytes) {
+    powerinfer::plan plan;
+    const powerinfer::saved_placement * found = nullptr;
+    std::string error;
+    {
+        nb::gil_scoped_release no_gil;
+        error = powerinfer::plan_read(path, base ? base->string() : "", plan).text();
+        if (error.empty()) {
+            found = powerinfer::plan_find_placement(plan, hot_bytes);
+        }
+    }
+    if (!error.empty()) {
+        raise_error("PlanError", error.c_str());
+    }
+    return found ? nb::int_(found - plan.placements.data()) : nb::object(nb::none());
+}
+
 nb::list kernel_sets() {
     nb::list out;
     for (const powerinfer::kernel_set_info & info : powerinfer::kernel_sets()) {
@@ -679,6 +700,20 @@ Returns:
 
 Raises:
     FormatError: the file can't be read.)");
+    m.def("find_placement", &find_placement, "path"_a, "base"_a.none(), "hot_bytes"_a,
+          nb::sig("def find_placement(path: str | os.PathLike, base: str | os.PathLike | None, hot_bytes: list[int]) -> int | None"),
+          R"(Find the saved placement that can be used again, as format.find_placement does.
+
+Args:
+    path: the extended GGUF.
+    base: the stock GGUF; None: where the file says.
+    hot_bytes: bytes that each device has for hot neurons now.
+
+Returns:
+    Its number, None when there is none.
+
+Raises:
+    PlanError: the file can't be used; the text says why.)");
     m.def("kernel_sets", &kernel_sets, nb::sig("def kernel_sets() -> list[dict[str, typing.Any]]"),
           R"(The kernel sets that were compiled in, widest first.
 
