@@ -42,6 +42,7 @@ VERBS = {
     ),
     "import": Verb("powerinfer_py.tools.import_powerinfer", "take over a model of the original PowerInfer"),
     "inspect": Verb("powerinfer_py.tools.inspect_model", "what a GGUF or a plan says"),
+    "place": Verb("powerinfer_py.tools.place_model", "which neurons go to the GPU, for a budget of its memory"),
     "synthetic": Verb("powerinfer_py.tools.synthetic_model", "write a sparse model of any shape, with its plan"),
 }
 

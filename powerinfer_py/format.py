@@ -656,6 +656,19 @@ class BaseModel:
         return others
 
 
+def split_layer_name(name: str) -> tuple[int, str] | None:
+    """`blk.7.rest` -> (7, `rest`); None for other names.
+
+    Args:
+        name: of a tensor.
+
+    Returns:
+        The layer and what follows.
+    """
+    match = _LAYER_NAME.fullmatch(name)
+    return None if match is None else (int(match[1]), match[2])
+
+
 def layer_digests(base: str | os.PathLike[str]) -> list[str]:
     """FORMAT's digest of every layer's FFN.
 
