@@ -97,6 +97,7 @@ void test_minimum() {
     CHECK(std::count(result.n_hot.begin(), result.n_hot.end(), 0) == 2);
     CHECK(std::count(result.n_hot.begin(), result.n_hot.end(), 128) == 2);
     CHECK(placed({layers, {127 * 100}}).saved_s == 0.0);
+    CHECK(placed({{layer}, {127 * 100}}).n_hot[0] == 0);
 
     layer.sync_s = 700.0;  // 64 neurons save 704 seconds of the CPU
     CHECK(placement_min_hot(layer) == 64);

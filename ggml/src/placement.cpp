@@ -187,11 +187,11 @@ private:
         if (fits_at(0.0)) {
             return;
         }
-        double low = 0.0, high = 0.0;
+        double low = 0.0, high = 0.0;  // at `high` nothing is worth its price
         for (const curve & layer : curves_) {
             for (size_t k = 1; k < layer.choices.size(); k++) {
                 if (layer.choices[k].bytes > 0) {
-                    high = std::max(high, layer.choices[k].saved_s / double(layer.choices[k].bytes));
+                    high = std::max(high, 2.0 * layer.choices[k].saved_s / double(layer.choices[k].bytes));
                 }
             }
         }
