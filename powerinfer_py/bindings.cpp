@@ -1,10 +1,13 @@
-// Python core `powerinfer_py._core`: converts arguments, calls ggml-powerinfer.h, model-load.h, and what measures (kernel-bench.h,
-// gpu/), translates errors. No logic. Core calls run without the GIL, because the core's callbacks take it.
+// Python core `powerinfer_py._core`: converts arguments, calls ggml-powerinfer.h, model-load.h and what the module exports beside it
+// (plan.h, placement.h, kernel-bench.h, gpu/), translates errors. No logic. Core calls run without the GIL, because the core's
+// callbacks take it.
 #include "ggml-powerinfer.h"
 #include "gpu/gpu-devices.h"
 #include "gpu/gpu-measure.h"
 #include "kernel-bench.h"
 #include "model-load.h"
+#include "placement.h"
+#include "plan.h"
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -546,6 +549,75 @@ nb::tuple inspect_path(const std::filesystem::path & path) {
     return nb::make_tuple(kind == 1 ? "extended" : "plain", found);
 }
 
+nb::object find_placement(const std::filesystem::path & path, const std::optional<std::filesystem::path> & base,
+                          const std::vector<uint64_t> & hot_bytes) {
+    powerinfer::plan plan;
+    const powerinfer::saved_placement * found = nullptr;
+    std::string error;
+    {
+        nb::gil_scoped_release no_gil;
+        error = powerinfer::plan_read(path, base ? base->string() : "", plan).text();
+        if (error.empty()) {
+            found = powerinfer::plan_find_placement(plan, hot_bytes);
+        }
+    }
+    if (!error.empty()) {
+        raise_error("PlanError", error.c_str());
+    }
+    return found ? nb::int_(found - plan.placements.data()) : nb::object(nb::none());
+}
+
+nb::tuple placement_neuron_cost(double first_s, double second_s, double down_s, double predictor_s, double candidate_ratio,
+                                bool reads_all) {
+    const powerinfer::neuron_cost cost =
+        powerinfer::placement_neuron_cost({first_s, second_s, down_s, predictor_s}, candidate_ratio, reads_all);
+    return nb::make_tuple(cost.neuron_s, cost.active_s);
+}
+
+template <typename T>
+using input_1d = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using input_pairs = nb::ndarray<const double, nb::shape<-1, 2>, nb::c_contig, nb::device::cpu>;
+
+nb::dict place_greedy(input_1d<int64_t> n_ff, input_1d<float> frequency, input_1d<uint64_t> neuron_bytes, input_pairs cpu_s,
+                      input_pairs gpu_s, input_1d<double> sync_s, input_1d<int64_t> min_hot, input_1d<int32_t> i_device,
+                      input_1d<uint64_t> capacity_bytes) {
+    const size_t n_layer = n_ff.shape(0);
+    for (const size_t n : {neuron_bytes.shape(0), cpu_s.shape(0), gpu_s.shape(0), sync_s.shape(0), min_hot.shape(0), i_device.shape(0)}) {
+        if (n != n_layer) {
+            raise_error("OptionError", "placement: arrays of different lengths; expected one value per layer in each; pass that.");
+        }
+    }
+    powerinfer::placement_problem problem;
+    problem.capacity_bytes.assign(capacity_bytes.data(), capacity_bytes.data() + capacity_bytes.shape(0));
+    problem.layers.resize(n_layer);
+    size_t n_frequencies = 0;
+    for (size_t i = 0; i < n_layer; ++i) {
+        if (n_ff(i) < 0 || static_cast<size_t>(n_ff(i)) > frequency.shape(0) - n_frequencies) {
+            raise_error("OptionError", "placement: too few frequencies; expected one per neuron; pass that.");
+        }
+        problem.layers[i] = {n_ff(i), frequency.data() + n_frequencies, 1.0, neuron_bytes(i), {cpu_s(i, 0), cpu_s(i, 1)},
+                             {gpu_s(i, 0), gpu_s(i, 1)}, sync_s(i), min_hot(i), i_device(i)};
+        n_frequencies += static_cast<size_t>(n_ff(i));
+    }
+    powerinfer::placement_result result;
+    std::string error;
+    {
+        nb::gil_scoped_release no_gil;
+        error = powerinfer::place_greedy(problem, result).text();
+    }
+    if (!error.empty()) {
+        raise_error("OptionError", error.c_str());
+    }
+    vector_1d<int64_t> n_hot = make_vector<int64_t>(n_layer);
+    std::copy(result.n_hot.begin(), result.n_hot.end(), n_hot.data());
+    nb::dict out;
+    out["n_hot"] = n_hot;
+    out["token_s"] = result.token_s;
+    out["saved_s"] = result.saved_s;
+    out["gap"] = result.gap;
+    return out;
+}
+
 nb::list kernel_sets() {
     nb::list out;
     for (const powerinfer::kernel_set_info & info : powerinfer::kernel_sets()) {
@@ -921,6 +993,54 @@ Returns:
 
 Raises:
     FormatError: the file can't be read.)");
+    m.def("find_placement", &find_placement, "path"_a, "base"_a.none(), "hot_bytes"_a,
+          nb::sig("def find_placement(path: str | os.PathLike, base: str | os.PathLike | None, hot_bytes: list[int]) -> int | None"),
+          R"(Find the saved placement that can be used again, as format.find_placement does.
+
+Args:
+    path: the extended GGUF.
+    base: the stock GGUF; None: where the file says.
+    hot_bytes: bytes that each device has for hot neurons now.
+
+Returns:
+    Its number, None when there is none.
+
+Raises:
+    PlanError: the file can't be used; the text says why.)");
+    m.def("placement_neuron_cost", &placement_neuron_cost, "first_s"_a, "second_s"_a, "down_s"_a, "predictor_s"_a, "candidate_ratio"_a,
+          "reads_all"_a, nb::sig("def placement_neuron_cost(first_s: float, second_s: float, down_s: float, predictor_s: float, "
+                                 "candidate_ratio: float, reads_all: bool) -> tuple[float, float]"),
+          R"(Turn the seconds of a neuron's rows into seconds per neuron and per active neuron.
+
+Args:
+    first_s, second_s, down_s: seconds for gate, up and down row; ungated: up, 0 and down.
+    predictor_s: for its share of the predictor.
+    candidate_ratio: candidates per active neuron; 0: no predictor.
+    reads_all: every neuron is computed.
+
+Returns:
+    (neuron_s, active_s).)");
+    m.def("place_greedy", &place_greedy, "n_ff"_a.noconvert(), "frequency"_a.noconvert(), "neuron_bytes"_a.noconvert(),
+          "cpu_s"_a.noconvert(), "gpu_s"_a.noconvert(), "sync_s"_a.noconvert(), "min_hot"_a.noconvert(), "i_device"_a.noconvert(),
+          "capacity_bytes"_a.noconvert(),
+          R"(Choose the hot neurons of every layer.
+
+Args:
+    n_ff: (n_layer) int64 neurons.
+    frequency: (sum of n_ff) float32 share of tokens in which a neuron is active, layer by layer, hot first.
+    neuron_bytes: (n_layer) uint64 that a hot neuron takes on its device.
+    cpu_s, gpu_s: (n_layer, 2) float64 seconds per neuron and per active neuron.
+    sync_s: (n_layer) float64 seconds for a layer that has hot neurons.
+    min_hot: (n_layer) int64, hot neurons are 0 or at least so many.
+    i_device: (n_layer) int32 index into capacity_bytes.
+    capacity_bytes: (n_devices) uint64 for hot neurons.
+
+Returns:
+    n_hot: (n_layer) int64. token_s, saved_s: float, seconds per token. gap: float, token_s is at most this share above
+    the least possible.
+
+Raises:
+    OptionError: a frequency, cost or device that can't be; the text names the layer.)");
     m.def("kernel_sets", &kernel_sets, nb::sig("def kernel_sets() -> list[dict[str, typing.Any]]"),
           R"(The kernel sets that were compiled in, widest first.
 

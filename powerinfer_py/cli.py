@@ -45,6 +45,7 @@ VERBS = {
         "powerinfer_py.tools.measure_hardware", "rates of the CPU and of GPUs, for placement and simulation"
     ),
     "inspect": Verb("powerinfer_py.tools.inspect_model", "what a GGUF or a plan says"),
+    "place": Verb("powerinfer_py.tools.place_model", "which neurons go to the GPU, for a budget of its memory"),
     "synthetic": Verb("powerinfer_py.tools.synthetic_model", "write a sparse model of any shape, with its plan"),
 }
 

@@ -37,6 +37,8 @@ LEVELS = {
     "kernels/kernels-neon.cpp": 1,
     "plan.h": 1,
     "plan-read.cpp": 1,
+    "placement.h": 1,
+    "placement.cpp": 1,
     "ffn.h": 2,
     "ffn-store.cpp": 2,
     "ffn-select.cpp": 2,

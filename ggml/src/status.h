@@ -5,7 +5,7 @@
 #include <string>
 #include <utility>
 
-// What tools and bindings call inside the module.
+// What the module exports beside its C API, for the Python core.
 #define POWERINFER_EXPORT __attribute__((visibility("default")))
 
 namespace powerinfer {
