@@ -42,6 +42,7 @@ VERBS = {
     ),
     "import": Verb("powerinfer_py.tools.import_powerinfer", "take over a model of the original PowerInfer"),
     "inspect": Verb("powerinfer_py.tools.inspect_model", "what a GGUF or a plan says"),
+    "simulate": Verb("powerinfer_py.tools.simulate", "tokens per second on a machine that needn't be at hand"),
     "synthetic": Verb("powerinfer_py.tools.synthetic_model", "write a sparse model of any shape, with its plan"),
 }
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from powerinfer_py.errors import OptionError
 from powerinfer_py.format import BaseModel, Plan, PlanLayer
+from powerinfer_py.gguf_file import row_type_name
 
 from .plot_profile import MARKED_SHARE
 from .row_types import row_bytes
@@ -31,8 +32,7 @@ class Layer:
         n_ff: neurons; 0: an FFN that isn't computed by neurons, its bytes are in dense_bytes.
         dense_bytes: ggml type name -> bytes of the weights that every token reads: attention, norms.
         kv_bytes: of the layer's cache, full.
-        first_row: (type, bytes) of the row that says whether a neuron is active: gate, or up where there is no gate.
-        other_rows: (type, bytes) of a neuron's other rows.
+        rows: (type, bytes) of each row of a neuron; the first says whether it is active: gate, or up without a gate.
         predictor_row: (type, bytes) of the predictor per neuron; None: no predictor, every first row is read.
         frequency: (n_ff,) float64 in [0, 1], share of tokens in which each neuron is active, hot first.
         candidate_ratio: neurons that the predictor lets through per active one, at least 1.
@@ -41,16 +41,15 @@ class Layer:
     n_ff: int
     dense_bytes: Mapping[str, int]
     kv_bytes: int
-    first_row: tuple[str, int] = ("", 0)
-    other_rows: tuple[tuple[str, int], ...] = ()
+    rows: tuple[tuple[str, int], ...] = ()
     predictor_row: tuple[str, float] | None = None
-    frequency: np.ndarray = np.zeros(0)
+    frequency: np.ndarray = field(default_factory=lambda: np.zeros(0))
     candidate_ratio: float = 1.0
 
     @property
     def neuron_bytes(self) -> int:
         """Of one neuron's rows, without the predictor."""
-        return self.first_row[1] + sum(n_bytes for _, n_bytes in self.other_rows)
+        return sum(n_bytes for _, n_bytes in self.rows)
 
     @property
     def predictor_bytes(self) -> float:
@@ -152,6 +151,9 @@ SHAPES = {
     "llama2-70b": Shape(80, 8192, 28672, 1024, 32000, True, False, 0.18, _REGLU_HOT_SHARE, 0.0808),
 }
 
+# What a shape has that doesn't say otherwise.
+DEFAULT_SHAPE = {"n_vocab": 32000, "gated": True, "tied": False, "predictor_share": _PREDICTOR_SHARE}
+
 
 def frequency_curve(n_ff: int, density: float, hot_share: float) -> np.ndarray:
     """Frequencies that have a given mean and skew: a power law, min(1, scale * position ** -exponent).
@@ -178,8 +180,8 @@ def frequency_curve(n_ff: int, density: float, hot_share: float) -> np.ndarray:
     positions = (np.arange(_N_POINTS) + 0.5) / _N_POINTS
 
     def fitted_scale(exponent: float) -> float:
-        """In logarithm: a steep curve's scale is below what a float holds."""
-        low, high = np.log(density) - exponent * 25.0, exponent * 0.0
+        """Its logarithm, at which the mean is the density."""
+        low, high = np.log(density) + exponent * np.log(positions[0]), 0.0
         for _ in range(_STEPS):
             middle = (low + high) / 2
             mean = np.exp(np.minimum(0.0, middle - exponent * np.log(positions))).mean()
@@ -224,8 +226,7 @@ def shape_model(
         n_ff=shape.n_ff,
         dense_bytes={row_type: row[1] * 2 * (shape.n_embd + shape.n_embd_kv)},
         kv_bytes=2 * _KV_BYTES * shape.n_embd_kv * n_ctx,
-        first_row=row,
-        other_rows=(row, row) if shape.gated else (row,),
+        rows=(row,) * (3 if shape.gated else 2),
         predictor_row=predictor if shape.predictor_share else None,
         frequency=frequency_curve(shape.n_ff, shape.density, shape.hot_share),
         candidate_ratio=_ratio(candidate_density, shape.density),
@@ -270,8 +271,8 @@ def _file_layer(
     if not covered:
         return found
     n_ff = ffn["down"].ne[0]
-    rows = [(tensor.type_name, tensor.n_bytes // n_ff) for tensor in ffn.values()]  # gate, up, down
-    found = replace(found, n_ff=n_ff, first_row=rows[0], other_rows=tuple(rows[1:]))
+    rows = tuple((tensor.type_name, tensor.n_bytes // n_ff) for tensor in ffn.values())  # gate, up, down
+    found = replace(found, n_ff=n_ff, rows=rows)
     if layer is not None and layer.neuron_frequency is not None:
         frequency = np.sort(layer.neuron_frequency.astype(np.float64))[::-1]
     elif density is not None and hot_share is not None:
@@ -285,7 +286,7 @@ def _file_layer(
         return replace(found, frequency=frequency)
     n_bytes = layer.fc1.data.nbytes + layer.fc2.data.nbytes
     ratio = _ratio(layer.predictor_candidate_density or None, float(frequency.mean()))
-    row = (layer.fc2.row_type.name.lower(), n_bytes / n_ff)
+    row = (row_type_name(layer.fc2.row_type), n_bytes / n_ff)
     return replace(found, frequency=frequency, predictor_row=row, candidate_ratio=ratio)
 
 
@@ -294,14 +295,14 @@ def _ratio(candidate_density: float | None, density: float) -> float:
 
 
 def _kv_values(base: BaseModel, i_layer: int) -> int:
-    """Values of a token's key and value in one layer; 0 for a layer without attention weights of its own."""
-    n_values = 0
-    for names in (("attn_k",), ("attn_v",)):
-        for name in names:
-            tensor = base.tensor(f"blk.{i_layer}.{name}.weight")
-            n_values += tensor.ne[1] if tensor else 0
-    if not n_values and (qkv := base.tensor(f"blk.{i_layer}.attn_qkv.weight")):
-        n_values = qkv.ne[1] - base.n_embd
-    if not n_values:
-        logging.getLogger("powerinfer_py").warning("layer %d: no keys and values found; it counts as without a cache.", i_layer)
-    return n_values
+    """Values of a token's key and value in one layer."""
+    parts = [base.tensor(f"blk.{i_layer}.attn_{name}.weight") for name in ("k", "v")]
+    if all(parts):
+        return sum(part.ne[1] for part in parts)
+    qkv = base.tensor(f"blk.{i_layer}.attn_qkv.weight")
+    if qkv is None:
+        logging.getLogger("powerinfer_py").warning(
+            "%s: layer %d has no matrices of keys and values; its cache isn't counted.", base.where, i_layer
+        )
+        return 0
+    return qkv.ne[1] - base.n_embd
