@@ -5,9 +5,8 @@ From a GGUF and its plan, or from a shape with statistics; every published figur
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -18,6 +17,7 @@ from powerinfer_py.gguf_file import row_type_name
 
 from .plot_profile import MARKED_SHARE
 from .row_types import row_bytes
+from .terminal import note_once
 
 _KV_BYTES = 2  # of a value in the cache: F16, llama.cpp's default
 _N_POINTS = 4096  # of the frequency curve, where it is fitted
@@ -250,15 +250,23 @@ def file_model(base: BaseModel, plan: Plan | None, n_ctx: int, density: float | 
     Raises:
         OptionError: no statistics, neither in the plan nor given.
     """
-    layers = tuple(
-        _file_layer(base, plan.layers[i] if plan else None, i, n_ctx, density, hot_share) for i in range(base.n_layer)
-    )
+    layers = []
+    note = note_once()
+    for i in range(base.n_layer):
+        planned = plan.layers[i] if plan else None
+        layers.append(_file_layer(base, planned, i, n_ctx, density, hot_share, note))
     output = base.tensor("output.weight") or base.tensor("token_embd.weight")
-    return Model(base.path.name, layers, {output.type_name: output.n_bytes} if output else {})
+    return Model(base.path.name, tuple(layers), {output.type_name: output.n_bytes} if output else {})
 
 
 def _file_layer(
-    base: BaseModel, layer: PlanLayer | None, i_layer: int, n_ctx: int, density: float | None, hot_share: float | None
+    base: BaseModel,
+    layer: PlanLayer | None,
+    i_layer: int,
+    n_ctx: int,
+    density: float | None,
+    hot_share: float | None,
+    note: Callable[[str], None],
 ) -> Layer:
     ffn = base.ffn(i_layer)
     covered = bool(layer.n_ff) if layer else not base.why_not_covered(i_layer)
@@ -267,8 +275,9 @@ def _file_layer(
     for name in base.tensors:
         if name.startswith(f"blk.{i_layer}.") and name not in neurons:
             dense[base.tensor(name).type_name] += base.tensor(name).n_bytes
-    found = Layer(0, dict(dense), _kv_values(base, i_layer) * _KV_BYTES * n_ctx)
+    found = Layer(0, dict(dense), _kv_values(base, i_layer, note) * _KV_BYTES * n_ctx)
     if not covered:
+        note(f"{base.where}: every weight of layers that no plan covers counts as read, experts too.")
         return found
     n_ff = ffn["down"].ne[0]
     rows = tuple((tensor.type_name, tensor.n_bytes // n_ff) for tensor in ffn.values())  # gate, up, down
@@ -294,15 +303,13 @@ def _ratio(candidate_density: float | None, density: float) -> float:
     return max(1.0, candidate_density / density) if candidate_density and density else 1.0
 
 
-def _kv_values(base: BaseModel, i_layer: int) -> int:
+def _kv_values(base: BaseModel, i_layer: int, note: Callable[[str], None]) -> int:
     """Values of a token's key and value in one layer."""
     parts = [base.tensor(f"blk.{i_layer}.attn_{name}.weight") for name in ("k", "v")]
     if all(parts):
         return sum(part.ne[1] for part in parts)
     qkv = base.tensor(f"blk.{i_layer}.attn_qkv.weight")
     if qkv is None:
-        logging.getLogger("powerinfer_py").warning(
-            "%s: layer %d has no matrices of keys and values; its cache isn't counted.", base.where, i_layer
-        )
+        note(f"{base.where}: layers without matrices of keys and values count as without a cache.")
         return 0
     return qkv.ne[1] - base.n_embd

@@ -195,6 +195,8 @@ class Machine:
         Returns:
             (n,) seconds.
         """
+        if not layer.n_ff:
+            return np.zeros_like(active)
         on_gpu = isinstance(device, Gpu)
         scale = 1.0 if on_gpu else self.engine.cpu_rows
         first_s, *other_s = [self.read_s(device, dict([row])) / scale for row in layer.rows]
@@ -296,10 +298,10 @@ class _Token:
     def bar(self, name: str, n_gpu_layers: int, n_hot: Sequence[int]) -> Bar:
         return Bar(
             name=name,
-            tok_s=1 / self.seconds,
-            cpu_s=self.cpu_s,
-            gpu_s=self.gpu_s,
-            sync_s=self.sync_s,
+            tok_s=1 / float(self.seconds),
+            cpu_s=float(self.cpu_s),
+            gpu_s=float(self.gpu_s),
+            sync_s=float(self.sync_s),
             gpu_share=self.gpu_active / self.active if self.active else 0.0,
             gpu_bytes=self.gpu_bytes,
             n_gpu_layers=n_gpu_layers,
@@ -313,10 +315,9 @@ def _by_layers(model: Model, machine: Machine, capacity: float, name: str, *, sp
     n_hot = [0] * len(model.layers)
     n_gpu_layers = 0
     for i, layer in reversed(list(enumerate(model.layers))):
-        predictor = layer.predictor_bytes * machine.engine.predictor if sparse else 0.0
-        on_gpu = n_gpu_layers == len(model.layers) - 1 - i and token.take(
-            layer.dense_total + layer.n_ff * layer.neuron_bytes + predictor
-        )
+        neuron_bytes = machine.gpu_neuron_bytes(layer) if sparse else layer.neuron_bytes
+        next_one = n_gpu_layers == len(model.layers) - 1 - i
+        on_gpu = next_one and token.take(layer.dense_total + layer.n_ff * neuron_bytes)
         device = machine.gpu if on_gpu else machine.cpu
         active = float(layer.frequency.sum())
         token.active += active
