@@ -206,26 +206,27 @@ def test_model_that_no_memory_holds_is_refused() -> None:
 @pytest.mark.parametrize("seed", range(12))
 def test_split_is_near_the_best_of_all(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    curves = []
-    n_groups = 15
+    layers = []
+    n_ff = 15 * simulate.GROUP - 10
     for _ in range(3):
-        n = np.full(n_groups, 64.0)
-        active = np.sort(rng.random(n_groups))[::-1] * n
-        sync_s = float(rng.choice([0.0, 1.0, 20.0]))
-        curves.append(simulate.Curve(n, active, active + 5, active / 10 + 0.5, n * rng.integers(1, 4), sync_s))
-    capacity = float(rng.integers(64, 3 * n_groups * 64))
+        frequency = np.sort(rng.random(n_ff))[::-1]
+        sync_s = float(rng.choice([0.0, 1.0, 50.0]))
+        layers.append(
+            simulate.PlacementLayer(n_ff, frequency, float(rng.integers(1, 4)), (0.1, 1.0), (0.01, 0.1), sync_s)
+        )
+    capacity = float(rng.integers(64, 3 * n_ff))
+    choices = [*range(0, n_ff, simulate.GROUP), n_ff]
 
-    def seconds(counts: Sequence[int]) -> float:
-        parts = zip(curves, counts)
-        return sum(max(c.cpu_s[k:].sum(), c.gpu_s[:k].sum() + c.sync_s * (k > 0)) for c, k in parts)
+    def seconds(n_hot: Sequence[int]) -> float:
+        return sum(float(layer.seconds(n, layer.frequency[:n].sum())[0]) for layer, n in zip(layers, n_hot))
 
-    def n_bytes(counts: Sequence[int]) -> float:
-        return sum(c.gpu_bytes[:k].sum() for c, k in zip(curves, counts))
+    def n_bytes(n_hot: Sequence[int]) -> float:
+        return sum(n * layer.neuron_bytes for layer, n in zip(layers, n_hot))
 
-    found = simulate.solve(curves, capacity)
+    found = simulate.solve(layers, capacity)
     none = seconds((0, 0, 0))
-    best = min(seconds(k) for k in itertools.product(range(n_groups + 1), repeat=3) if n_bytes(k) <= capacity)
-    assert n_bytes(found) <= capacity
+    best = min(seconds(n_hot) for n_hot in itertools.product(choices, repeat=3) if n_bytes(n_hot) <= capacity)
+    assert n_bytes(found) <= capacity and set(found) <= set(choices)
     assert none - seconds(found) >= 0.95 * (none - best)
 
 
@@ -321,7 +322,7 @@ def test_command_prints_table_json_and_picture(
     assert found["density"] == pytest.approx(0.08, rel=0.02) and found["vram_bytes"] == 12 * 2**30
     statistics = ["--density", "0.1", "--skew", "0.3", "--hardware", "laptop"]
     assert cli.main(["simulate", str(tiny_model()), *statistics]) == 0
-    shape = ["--n-layer", "8", "--n-embd", "2048", "--n-ff", "8192", "--no-gated"]
+    shape = ["--n-layer", "8", "--n-embd", "2048", "--n-ff", "8192", "--no-gated", "--predictor-share", "0"]
     assert cli.main(["simulate", *shape, *statistics]) == 0
 
 
@@ -333,6 +334,7 @@ def test_command_prints_table_json_and_picture(
         (["--shape", "opt-30b", "--type", "q9"], "row type: found 'q9'"),
         (["--shape", "opt-30b", "--strict"], "strict: NVIDIA GeForce RTX 4090: no rates of rows"),
         (["m.gguf"], "m.gguf: isn't a file"),
+        (["--shape", "opt-30b", "--predictor-share", "-0.1"], "expected a share between 0 and 1"),
     ],
 )
 def test_wrong_command_is_one_sentence(arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:

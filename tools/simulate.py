@@ -86,71 +86,78 @@ class Bar:
 
 
 @dataclass(frozen=True, eq=False)
-class Curve:
-    """What the groups of one layer cost on either device, hot first. All arrays are (n_groups,) float64.
+class PlacementLayer:
+    """One layer's neurons, as they are placed.
 
     Attributes:
-        n_neurons: in each group; the last one may be smaller.
-        active: expected active neurons per token.
-        cpu_s: on the CPU.
-        gpu_s: on the GPU.
-        gpu_bytes: of GPU memory.
-        sync_s: once, when the GPU has any.
+        n_ff: neurons.
+        frequency: (n_ff,) share of tokens in which a neuron is active, hot first.
+        neuron_bytes: that a hot neuron takes on the GPU.
+        cpu: (neuron_s, active_s): seconds per neuron, and per active neuron, on the CPU.
+        gpu: the same on the GPU.
+        sync_s: seconds for handing a token over and back, when the layer has hot neurons.
     """
 
-    n_neurons: np.ndarray
-    active: np.ndarray
-    cpu_s: np.ndarray
-    gpu_s: np.ndarray
-    gpu_bytes: np.ndarray
+    n_ff: int
+    frequency: np.ndarray
+    neuron_bytes: float
+    cpu: tuple[float, float]
+    gpu: tuple[float, float]
     sync_s: float
 
+    def seconds(self, n_hot: np.ndarray | int, active: np.ndarray | float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Times of one token.
 
-def solve(curves: Sequence[Curve], capacity: float) -> list[int]:
-    """Groups of each layer for the GPU that save the most time.
+        Args:
+            n_hot: neurons on the GPU.
+            active: expected active ones among them.
+
+        Returns:
+            Of the layer, of its CPU part, of its GPU part without sync_s.
+        """
+        cpu_s = (self.n_ff - n_hot) * self.cpu[0] + (self.frequency.sum() - active) * self.cpu[1]
+        gpu_s = n_hot * self.gpu[0] + active * self.gpu[1]
+        return np.maximum(cpu_s, gpu_s + self.sync_s * (n_hot != 0)), cpu_s, gpu_s
+
+
+def solve(layers: Sequence[PlacementLayer], capacity: float) -> list[int]:
+    """Hot neurons of each layer that save the most time: the best step by seconds per byte, again and again.
 
     Args:
-        curves: one per layer.
+        layers: what is to be placed.
         capacity: bytes of GPU memory.
 
     Returns:
-        Number of groups of each layer, hottest first.
+        Neurons of each layer, whole groups of GROUP, or all.
     """
-    counts = [0] * len(curves)
+    choices = [np.append(np.arange(0, layer.n_ff, GROUP), layer.n_ff) for layer in layers]
+    active = [np.concatenate([[0.0], np.cumsum(layer.frequency)])[n] for layer, n in zip(layers, choices)]
+    seconds = [layer.seconds(n, a)[0] for layer, n, a in zip(layers, choices, active)]
+    picked = [0] * len(layers)
     left = capacity
-    # saved seconds of the first 0, 1, .. groups, and the memory that they need
-    saved = [_saved_seconds(curve) for curve in curves]
-    needed = [np.concatenate([[0.0], np.cumsum(curve.gpu_bytes)]) for curve in curves]
 
     def best_step(i: int) -> tuple[float, int, int] | None:
-        """(-seconds per byte, layer, groups then) of the layer's next step: as far as the rate grows."""
-        gain = saved[i][counts[i] + 1 :] - saved[i][counts[i]]
-        cost = needed[i][counts[i] + 1 :] - needed[i][counts[i]]
-        fits = int(np.searchsorted(cost, left, side="right"))
-        if not fits:
+        """(-seconds per byte, layer, choice) of the layer's next step, which may be many groups: the first one pays for sync_s."""
+        k = picked[i]
+        n_bytes = (choices[i][k + 1 :] - choices[i][k]) * layers[i].neuron_bytes
+        n_fit = int(np.searchsorted(n_bytes, left, side="right"))
+        if not n_fit:
             return None
-        rates = gain[:fits] / cost[:fits]
+        rates = (seconds[i][k] - seconds[i][k + 1 : k + 1 + n_fit]) / n_bytes[:n_fit]
         best = int(np.argmax(rates))
-        return (-rates[best], i, counts[i] + best + 1) if rates[best] > 0 else None
+        return (-rates[best], i, k + 1 + best) if rates[best] > 0 else None
 
-    steps = [step for i in range(len(curves)) if (step := best_step(i))]
+    steps = [step for i in range(len(layers)) if (step := best_step(i))]
     heapq.heapify(steps)
     while steps:
-        _, i, n_groups = heapq.heappop(steps)
-        cost = needed[i][n_groups] - needed[i][counts[i]]
-        if cost <= left:
-            counts[i] = n_groups
-            left -= cost
+        _, i, k = heapq.heappop(steps)
+        n_bytes = (choices[i][k] - choices[i][picked[i]]) * layers[i].neuron_bytes
+        if n_bytes <= left:
+            picked[i] = k
+            left -= n_bytes
         if step := best_step(i):
             heapq.heappush(steps, step)
-    return counts
-
-
-def _saved_seconds(curve: Curve) -> np.ndarray:
-    """(n_groups + 1,) seconds that 0, 1, .. groups on the GPU save."""
-    cpu_s = np.concatenate([[0.0], np.cumsum(curve.cpu_s)])
-    gpu_s = np.concatenate([[0.0], np.cumsum(curve.gpu_s) + curve.sync_s])
-    return cpu_s[-1] - np.maximum(cpu_s[-1] - cpu_s, gpu_s)
+    return [int(n[k]) for n, k in zip(choices, picked)]
 
 
 class Machine:
@@ -181,49 +188,35 @@ class Machine:
 
     def rows_s(self, layer: Layer, device: Processor) -> float:
         """All rows of one neuron, dense."""
-        return sum(self.read_s(device, dict([row])) for row in layer.rows)
+        return sum(self.read_s(device, {row[0]: row[1]}) for row in layer.rows)
 
-    def neurons_s(self, layer: Layer, device: Processor, n_neurons: np.ndarray, active: np.ndarray) -> np.ndarray:
-        """Computing the active ones of some neurons.
-
-        Args:
-            layer: the layer.
-            device: CPU or GPU.
-            n_neurons: (n,) how many.
-            active: (n,) expected active ones among them.
-
-        Returns:
-            (n,) seconds.
-        """
+    def neuron_cost(self, layer: Layer, device: Processor) -> tuple[float, float]:
+        """(neuron_s, active_s): seconds per neuron, and per active neuron."""
         if not layer.n_ff:
-            return np.zeros_like(active)
+            return 0.0, 0.0
         on_gpu = isinstance(device, Gpu)
         scale = 1.0 if on_gpu else self.engine.cpu_rows
-        first_s, *other_s = [self.read_s(device, dict([row])) / scale for row in layer.rows]
+        first_s, *other_s = [self.read_s(device, {row[0]: row[1]}) / scale for row in layer.rows]
         if on_gpu and self.engine.dense_gpu:
-            return n_neurons * (first_s + sum(other_s))
-        seconds = active * sum(other_s)
+            return first_s + sum(other_s), 0.0
         if layer.predictor_row is None:
-            return seconds + n_neurons * first_s
-        predictor_s = self.read_s(device, dict([layer.predictor_row])) * self.engine.predictor
-        return seconds + np.minimum(n_neurons, active * layer.candidate_ratio) * first_s + n_neurons * predictor_s
+            return first_s, sum(other_s)
+        predictor_s = self.read_s(device, dict((layer.predictor_row,))) * self.engine.predictor
+        return predictor_s, layer.candidate_ratio * first_s + sum(other_s)
 
     def gpu_neuron_bytes(self, layer: Layer) -> float:
         """Of one hot neuron, with its part of the predictor."""
         predictor = layer.predictor_row[1] if layer.predictor_row and not self.engine.dense_gpu else 0.0
         return layer.neuron_bytes + self.engine.predictor * predictor
 
-    def curve(self, layer: Layer) -> Curve:
-        """The layer's cost by groups of GROUP neurons."""
-        starts = np.arange(0, layer.n_ff, GROUP)
-        n_neurons = np.minimum(GROUP, layer.n_ff - starts).astype(np.float64)
-        active = np.add.reduceat(layer.frequency, starts) if layer.n_ff else np.zeros(0)
-        return Curve(
-            n_neurons=n_neurons,
-            active=active,
-            cpu_s=self.neurons_s(layer, self.cpu, n_neurons, active),
-            gpu_s=self.neurons_s(layer, self.gpu, n_neurons, active),
-            gpu_bytes=n_neurons * self.gpu_neuron_bytes(layer),
+    def placement_layer(self, layer: Layer) -> PlacementLayer:
+        """The layer's neurons, as they are placed."""
+        return PlacementLayer(
+            n_ff=layer.n_ff,
+            frequency=layer.frequency,
+            neuron_bytes=self.gpu_neuron_bytes(layer),
+            cpu=self.neuron_cost(layer, self.cpu),
+            gpu=self.neuron_cost(layer, self.gpu),
             sync_s=self.gpu.round_trip_s,
         )
 
@@ -323,7 +316,8 @@ def _by_layers(model: Model, machine: Machine, capacity: float, name: str, *, sp
         token.active += active
         token.add(on_gpu, machine.dense_s(layer, device))
         if sparse:
-            token.add(on_gpu, float(machine.neurons_s(layer, device, np.array(layer.n_ff), np.array(active))))
+            neuron_s, active_s = machine.neuron_cost(layer, device)
+            token.add(on_gpu, layer.n_ff * neuron_s + active * active_s)
         else:
             token.add(on_gpu, machine.rows_s(layer, device) * layer.n_ff)
         if on_gpu:
@@ -348,29 +342,26 @@ def _by_neurons(model: Model, machine: Machine, capacity: float, name: str, *, s
         token.add(on_gpu, machine.dense_s(layer, machine.gpu if on_gpu else machine.cpu))
         if on_gpu and layer.n_ff:
             token.wait(machine.gpu.round_trip_s)  # the FFN's input to the host and its output back
-    curves = [machine.curve(layer) for layer in model.layers]
+    layers = [machine.placement_layer(layer) for layer in model.layers]
     left = capacity - token.gpu_bytes
     if solved:
-        counts = solve(curves, left)
-        hot = [(int(c.n_neurons[:n].sum()), float(c.active[:n].sum())) for c, n in zip(curves, counts)]
+        n_hot = solve(layers, left)
+        active = [float(layer.frequency[:n].sum()) for layer, n in zip(layers, n_hot)]
     else:
-        all_bytes = sum(float(curve.gpu_bytes.sum()) for curve in curves)
+        all_bytes = sum(layer.n_ff * layer.neuron_bytes for layer in layers)
         part = min(1.0, left / all_bytes) if all_bytes else 0.0
-        hot = [(int(part * layer.n_ff), part * float(layer.frequency.sum())) for layer in model.layers]
-    for layer, (n_hot, active) in zip(model.layers, hot):
-        all_active = float(layer.frequency.sum())
-        cold = np.array(layer.n_ff - n_hot), np.array(all_active - active)
-        cpu_s = float(machine.neurons_s(layer, machine.cpu, *cold))
-        gpu_s = float(machine.neurons_s(layer, machine.gpu, np.array(n_hot), np.array(active)))
-        sync_s = machine.gpu.round_trip_s * (n_hot > 0)
-        token.seconds += max(cpu_s, gpu_s + sync_s)
+        n_hot = [int(part * layer.n_ff) for layer in layers]
+        active = [part * float(layer.frequency.sum()) for layer in layers]
+    for layer, n, n_active in zip(layers, n_hot, active):
+        layer_s, cpu_s, gpu_s = layer.seconds(n, n_active)
+        token.seconds += layer_s
         token.cpu_s += cpu_s
         token.gpu_s += gpu_s
-        token.sync_s += sync_s
-        token.active += all_active
-        token.gpu_active += active
-        token.take(n_hot * machine.gpu_neuron_bytes(layer))
-    return token.bar(name, n_gpu_layers, [n_hot for n_hot, _ in hot])
+        token.sync_s += layer.sync_s * (n > 0)
+        token.active += float(layer.frequency.sum())
+        token.gpu_active += n_active
+        token.take(n * layer.neuron_bytes)
+    return token.bar(name, n_gpu_layers, n_hot)
 
 
 # ---- The verb ------------------------------------------------------------------------------------------------------
@@ -412,6 +403,12 @@ class SimulateOptions:
 
 
 DEFAULT_TYPE = "f16"
+
+
+def _share_or_zero(text: str) -> float:
+    return 0.0 if text == "0" else share(text)
+
+
 # flag, field of Shape, type of its value, help
 _SHAPE_FLAGS = (
     ("--n-layer", "n_layer", count_of, "layers"),
@@ -419,7 +416,7 @@ _SHAPE_FLAGS = (
     ("--n-ff", "n_ff", count_of, "neurons per layer"),
     ("--n-embd-kv", "n_embd_kv", count_of, "values of a token's key (default: as --n-embd)"),
     ("--n-vocab", "n_vocab", count_of, "vocabulary"),
-    ("--predictor-share", "predictor_share", float, "parameters of all predictors / of the model; 0: none"),
+    ("--predictor-share", "predictor_share", _share_or_zero, "parameters of all predictors / of the model; 0: none"),
 )
 _STATISTICS_FLAGS = (
     ("--density", "density", share, "share of active neurons (default: as the shape's paper says)"),
