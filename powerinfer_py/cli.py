@@ -46,6 +46,7 @@ VERBS = {
     ),
     "inspect": Verb("powerinfer_py.tools.inspect_model", "what a GGUF or a plan says"),
     "place": Verb("powerinfer_py.tools.place_model", "which neurons go to the GPU, for a budget of its memory"),
+    "simulate": Verb("powerinfer_py.tools.simulate", "tokens per second on a machine that needn't be at hand"),
     "synthetic": Verb("powerinfer_py.tools.synthetic_model", "write a sparse model of any shape, with its plan"),
 }
 
