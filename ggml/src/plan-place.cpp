@@ -1,66 +1,99 @@
-// Fills the devices with the neurons that are active most often per byte.
+// The placement problem of an opened plan. Rates are fixed ones of a desktop with a GPU: what is measured changes from start
+// to start, and with it the split; `powerinfer place --save` takes measured ones.
 #include "plan-place.h"
 
 #include "device.h"
 
-#include <algorithm>
 #include <numeric>
-#include <queue>
-#include <tuple>
 
 namespace powerinfer {
 
 namespace {
 
-double frequency_sum(const plan_layer & layer, int64_t begin, int64_t end) {
+// Data sheets: two channels of DDR5, a GPU with 16 GB; a synchronisation as measured over PCIe 4.
+constexpr double cpu_bytes_s = 7e10;
+constexpr double gpu_bytes_s = 7e11;
+constexpr double sync_s = 2e-5;
+
+double frequency_sum(const plan_layer & layer, int64_t n) {
     const std::vector<float> & f = layer.neuron_frequency;
-    return f.empty() ? double(end - begin) : std::accumulate(f.begin() + begin, f.begin() + end, 0.0);
+    const double mean = layer.profile_density > 0.0f ? layer.profile_density : 1.0;
+    return f.empty() ? mean * double(n) : std::accumulate(f.begin(), f.begin() + n, 0.0);
+}
+
+row_seconds seconds_at(double bytes_s, const plan & data, const plan_layer & layer) {
+    auto row = [&](int type) { return type < 0 ? 0.0 : double(ggml_row_size(static_cast<ggml_type>(type), data.n_embd)) / bytes_s; };
+    row_seconds rows;
+    rows.first = row(data.gated ? layer.gate_type : layer.up_type);
+    rows.second = data.gated ? row(layer.up_type) : 0.0;
+    rows.down = row(layer.ffn_down_t.data ? layer.ffn_down_t.row_type : derived_row_type(layer.down_type, data.n_embd));
+    rows.predictor = double(layer.fc1.size_bytes + layer.fc2.size_bytes) / double(layer.n_ff) / bytes_s;
+    return rows;
+}
+
+placement_layer problem_layer(const plan & data, int i_layer, ffn_mode mode, uint64_t neuron_bytes, int32_t i_device) {
+    const plan_layer & layer = data.layers[i_layer];
+    placement_layer out;
+    if (layer.n_ff == 0) {
+        return out;
+    }
+    const double mean = frequency_sum(layer, layer.n_ff) / double(layer.n_ff);
+    out.n_ff = layer.n_ff;
+    out.frequency = layer.neuron_frequency.empty() ? nullptr : layer.neuron_frequency.data();
+    out.mean_frequency = mean;
+    out.neuron_bytes = neuron_bytes;
+    out.i_device = i_device;
+    out.sync_s = sync_s;
+    double candidate_ratio = 0.0;
+    if (mode == ffn_mode::predicted) {
+        candidate_ratio = layer.predictor_density > 0.0f && mean > 0.0 ? layer.predictor_density / mean : 1.0;
+    }
+    out.cpu = placement_neuron_cost(seconds_at(cpu_bytes_s, data, layer), candidate_ratio, mode == ffn_mode::dense);
+    out.gpu = placement_neuron_cost(seconds_at(gpu_bytes_s, data, layer), candidate_ratio, true);
+    out.min_hot = placement_min_hot(out);
+    return out;
 }
 
 }  // namespace
 
 status plan_place(ggml_backend_powerinfer_plan_t handle, const place_request & request, place_result & result) {
-    const plan & data = reinterpret_cast<const opened_plan *>(handle)->data;
+    opened_plan * self = reinterpret_cast<opened_plan *>(handle);
+    const plan & data = self->data;
+    const int n_layer = static_cast<int>(data.n_layer);
     result = place_result{};
-    result.n_hot.assign(data.layers.size(), 0);
-    std::vector<uint64_t> left = request.capacity_bytes;
-
-    // The next group of each layer: expected activations per byte, layer (the lower one first among equals).
-    std::priority_queue<std::tuple<double, int>> next;
-    auto offer = [&](int i_layer) {
-        const plan_layer & layer = data.layers[i_layer];
-        const int64_t begin = result.n_hot[i_layer];
-        const int64_t end = std::min(begin + place_group, layer.n_ff);
-        if (begin < end && request.neuron_bytes[i_layer] > 0) {
-            next.emplace(frequency_sum(layer, begin, end) / double((end - begin) * request.neuron_bytes[i_layer]), -i_layer);
+    result.i_device = request.i_device;
+    const saved_placement * saved = request.reset_index ? nullptr : plan_find_placement(data, request.capacity_bytes);
+    if (saved != nullptr) {
+        result.is_saved = true;
+        result.n_hot.assign(saved->n_hot.begin(), saved->n_hot.end());
+        result.i_device.assign(saved->i_device.begin(), saved->i_device.end());
+    } else {
+        placement_problem problem;
+        problem.capacity_bytes = request.capacity_bytes;
+        {
+            std::lock_guard<std::mutex> lock(self->mutex);
+            for (int i = 0; i < n_layer; ++i) {
+                problem.layers.push_back(problem_layer(data, i, self->layers[i].mode, ggml_backend_powerinfer_plan_neuron_bytes(handle, i),
+                                                       request.i_device[i]));
+            }
         }
-    };
-    for (size_t i = 0; i < data.layers.size(); ++i) {
-        offer(int(i));
-    }
-    while (!next.empty()) {
-        const int i_layer = -std::get<1>(next.top());
-        next.pop();
-        const int64_t n = std::min(place_group, data.layers[i_layer].n_ff - result.n_hot[i_layer]);
-        const uint64_t n_bytes = uint64_t(n) * request.neuron_bytes[i_layer];
-        uint64_t & room = left[request.i_device[i_layer]];
-        if (n_bytes <= room) {
-            room -= n_bytes;
-            result.n_hot[i_layer] += n;
-            offer(i_layer);
+        placement_result placed;
+        if (status done = place_greedy(problem, placed); !done.ok()) {
+            return done;
         }
+        result.n_hot = placed.n_hot;
     }
 
     int64_t n_ff = 0;
     int64_t n_hot = 0;
     double active = 0.0;
     double active_hot = 0.0;
-    for (size_t i = 0; i < data.layers.size(); ++i) {
+    for (int i = 0; i < n_layer; ++i) {
         const plan_layer & layer = data.layers[i];
         n_ff += layer.n_ff;
         n_hot += result.n_hot[i];
-        active += frequency_sum(layer, 0, layer.n_ff);
-        active_hot += frequency_sum(layer, 0, result.n_hot[i]);
+        active += frequency_sum(layer, layer.n_ff);
+        active_hot += frequency_sum(layer, result.n_hot[i]);
         result.has_statistics |= !layer.neuron_frequency.empty();
         result.predictor_bytes += layer.fc1.size_bytes + layer.fc2.size_bytes;
     }

@@ -1,6 +1,7 @@
 // Dry runs of libllama, the search for the layers that fit, and the neurons that fill what is left.
 #include "vram-budget.h"
 
+#include "gpu/gpu-devices.h"
 #include "llama-abi.h"
 #include "plan-place.h"
 
@@ -327,16 +328,17 @@ status split_bytes(ggml_backend_powerinfer_plan_t plan, const budget_decision & 
 // Fills what the dense blocks leave with neurons. Scratch memory grows with the most hot neurons of a layer, and the more of
 // it there is the fewer neurons fit: it is raised until both do.
 status place_neurons(ggml_backend_powerinfer_plan_t plan, const float * tensor_split, const budget_request & asked,
-                     budget_decision & out, place_result & placed) {
+                     budget_decision & out, place_result & placed, bool & has_room) {
     place_request request;
     std::vector<int64_t> n_ff(out.n_layer);
+    std::vector<uint64_t> neuron_bytes(out.n_layer);
     std::vector<uint64_t> layer_bytes(out.n_layer);
-    request.neuron_bytes.resize(out.n_layer);
     for (int i = 0; i < out.n_layer; ++i) {
         n_ff[i] = layer_n_ff(plan, i);
-        request.neuron_bytes[i] = ggml_backend_powerinfer_plan_neuron_bytes(plan, i);
-        layer_bytes[i] = uint64_t(n_ff[i]) * request.neuron_bytes[i];
+        neuron_bytes[i] = ggml_backend_powerinfer_plan_neuron_bytes(plan, i);
+        layer_bytes[i] = uint64_t(n_ff[i]) * neuron_bytes[i];
     }
+    request.reset_index = asked.reset_index;
     out.i_device = layer_devices(out, out.tensor_split.empty() ? tensor_split : out.tensor_split.data(), layer_bytes);
     request.i_device = out.i_device;
 
@@ -344,7 +346,7 @@ status place_neurons(ggml_backend_powerinfer_plan_t plan, const float * tensor_s
     std::vector<uint64_t> rows;
     std::vector<uint64_t> scratch;
     out.n_hot.resize(n_ff.size());
-    std::transform(n_ff.begin(), n_ff.end(), out.n_hot.begin(), [](int64_t n) { return std::min(n, place_group); });
+    std::transform(n_ff.begin(), n_ff.end(), out.n_hot.begin(), [](int64_t n) { return std::min(n, placement_group); });
     if (status result = split_bytes(plan, out, rows, scratch); !result.ok()) {
         return result;
     }
@@ -352,14 +354,14 @@ status place_neurons(ggml_backend_powerinfer_plan_t plan, const float * tensor_s
         request.capacity_bytes.clear();
         for (size_t i = 0; i < out.gpus.size(); ++i) {
             const uint64_t used = out.gpus[i].dense_bytes() + scratch[i];
-            const bool is_gpu = ggml_backend_dev_type(out.devices[i]) == GGML_BACKEND_DEVICE_TYPE_GPU;
-            const bool has_room = is_gpu && !asked.disable_index && out.gpus[i].budget_bytes > used;
-            request.capacity_bytes.push_back(has_room ? out.gpus[i].budget_bytes - used : 0);
+            const bool is_free = !asked.disable_index && out.gpus[i].budget_bytes > used;
+            request.capacity_bytes.push_back(is_free ? out.gpus[i].budget_bytes - used : 0);
         }
         if (status result = plan_place(plan, request, placed); !result.ok()) {
             return result;
         }
         out.n_hot = placed.n_hot;
+        out.i_device = placed.i_device;
         std::vector<uint64_t> needed;
         if (status result = split_bytes(plan, out, rows, needed); !result.ok()) {
             return result;
@@ -379,11 +381,15 @@ status place_neurons(ggml_backend_powerinfer_plan_t plan, const float * tensor_s
         out.gpus[i].ffn_bytes = rows[i];
         out.gpus[i].scratch_bytes = rows[i] > 0 ? scratch[i] : 0;
     }
+    out.hot_bytes = request.capacity_bytes;
+    out.is_saved = placed.is_saved;
     out.share_neurons = placed.share_neurons;
     out.share_activations = placed.share_activations;
     out.cpu.predictor_bytes = placed.predictor_bytes;
+    has_room = false;
     for (int i = 0; i < out.n_layer; ++i) {
-        out.cpu.ffn_bytes += uint64_t(n_ff[i] - out.n_hot[i]) * request.neuron_bytes[i];
+        has_room |= n_ff[i] > 0 && request.capacity_bytes[out.i_device[i]] >= uint64_t(std::min(n_ff[i], placement_group)) * neuron_bytes[i];
+        out.cpu.ffn_bytes += uint64_t(n_ff[i] - out.n_hot[i]) * neuron_bytes[i];
     }
     return {};
 }
@@ -500,8 +506,9 @@ status budget_decide(ggml_backend_powerinfer_plan_t plan, const std::string & pa
     out.cpu = run.cpu;
     out.cpu.name = "CPU";
     place_result placed;
+    bool has_room = false;
     if (plan != nullptr) {
-        if (status result = place_neurons(plan, params.tensor_split, request, out, placed); !result.ok()) {
+        if (status result = place_neurons(plan, params.tensor_split, request, out, placed, has_room); !result.ok()) {
             return result;
         }
     }
@@ -517,9 +524,13 @@ status budget_decide(ggml_backend_powerinfer_plan_t plan, const std::string & pa
         }
         const std::string activations = placed.has_statistics ? format("%.0f %% of expected activations", 100.0 * placed.share_activations)
                                                                : "the plan has no statistics: all count alike";
-        out.split_text = format("FFN split: %.0f %% of neurons (%s) on %s; the rest of %s there too.", 100.0 * placed.share_neurons,
-                                activations.c_str(), join(names, ", ").c_str(), layers.c_str());
+        out.split_text = format("FFN split: %.0f %% of neurons (%s) on %s, by %s; of the other blocks %s.", 100.0 * placed.share_neurons,
+                                activations.c_str(), join(names, ", ").c_str(), placed.is_saved ? "the saved placement" : "a new placement",
+                                layers.c_str());
         return {};
+    }
+    if (has_room) {
+        return without_split(request, out, "handing tokens over would take longer than the CPU does; on the GPU are the other blocks of " + layers + ".", false);
     }
     if (out.n_gpu_layers == 0 && !request.has_n_gpu_layers) {
         return no_room(out.gpus[0], plan != nullptr && !request.disable_index
@@ -626,20 +637,12 @@ status find_devices(const std::string & names, budget_request & out) {
     return {};
 }
 
-status add_rpc_servers(const std::string & endpoints) {
-    const ggml_backend_reg_t rpc = ggml_backend_reg_by_name("RPC");
-    using add_server = ggml_backend_reg_t (*)(const char * endpoint);
-    const auto add =
-        rpc == nullptr ? nullptr : reinterpret_cast<add_server>(ggml_backend_reg_get_proc_address(rpc, "ggml_backend_rpc_add_server"));
-    if (add == nullptr) {
-        return status::error("rpc: this llama.cpp has no RPC backend; install llama-cpp-python built with CMAKE_ARGS=-DGGML_RPC=ON.");
-    }
-    for (const std::string & endpoint : split_list(endpoints)) {
-        const ggml_backend_reg_t server = add(endpoint.c_str());
-        if (server == nullptr) {
-            return status::error("rpc: no device at '" + endpoint + "'; expected HOST:PORT of a running ggml RPC server; check both.");
+status add_rpc_servers(const std::string & addresses) {
+    for (const std::string & address : split_list(addresses)) {
+        std::vector<std::string> names;
+        if (status result = add_rpc_server(address, names); !result.ok()) {
+            return result;
         }
-        ggml_backend_register(server);
     }
     return {};
 }

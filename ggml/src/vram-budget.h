@@ -56,6 +56,8 @@ struct budget_decision {
     std::vector<float> tensor_split;        // (llama_max_devices), empty: libllama's own
     std::vector<int64_t> n_hot;             // (n_layer) of the plan; empty: no split
     std::vector<int32_t> i_device;          // (n_layer)
+    std::vector<uint64_t> hot_bytes;        // (n_devices) left for rows of hot neurons
+    bool is_saved = false;                  // the plan's saved placement
     int64_t max_tokens = 0;                 // n_ubatch
     bool stream = false;                    // op_offload: prompts bring cold rows to the device
     double share_neurons = 0.0;
@@ -93,7 +95,7 @@ status budget_decide(ggml_backend_powerinfer_plan_t plan, const std::string & pa
 // Sets the request's devices by their names, with commas between; "none": cpu_only.
 status find_devices(const std::string & names, budget_request & out);
 
-// Registers the devices of ggml RPC servers: HOST:PORT, with commas between.
-status add_rpc_servers(const std::string & endpoints);
+// Adds the devices of ggml RPC servers: HOST:PORT, with commas between.
+status add_rpc_servers(const std::string & addresses);
 
 }  // namespace powerinfer
