@@ -34,7 +34,7 @@ from powerinfer_py.bench_machine import (
 from powerinfer_py.bench_report import counts, figure, names, percents, print_table, write_csv, write_json
 from powerinfer_py.errors import OptionError, PlanError
 from powerinfer_py.format import SIDECAR_SUFFIX, BaseModel, Plan, find_sidecar, is_extended, read_plan
-from powerinfer_py.llama import SPARSITY_MODES, Llama, Stats, stock_llama
+from powerinfer_py.llama import SPARSITY_MODES, GpuOptions, Llama, Stats, load_stock
 
 STOCK = "stock"
 
@@ -82,6 +82,7 @@ class BenchOptions:
     strict: bool = False
     mapped: bool = False
     mlock: bool = False
+    gpu: GpuOptions = field(default_factory=GpuOptions)  # stock gets the same budget, in whole layers
 
     @property
     def thread_counts(self) -> tuple[int, ...]:
@@ -207,7 +208,8 @@ class _Models:
         self.tokens: list[int] = []
         self.tokens_are = self.shape = ""
         n_bytes = sum(file.size for file in base.files)
-        self.together = n_bytes * 2.2 < available_memory_bytes()
+        # A budget is one model's at a time.
+        self.together = options.gpu.vram_budget is None and n_bytes * 2.2 < available_memory_bytes()
 
     def get(self, mode: str, n_threads: int) -> Any:
         """The model that runs a mode, set to it and warm: it has run the prompt since it was loaded."""
@@ -252,8 +254,9 @@ class _Models:
             "verbose": False,
         }
         if mode == STOCK:
-            return stock_llama(_stock_path(self._base), **common)
-        model = Llama(o.model, sparsity=mode, plan=o.plan, strict=o.strict, mapped=o.mapped, **common)
+            return load_stock(_stock_path(self._base), o.gpu, **common)
+        gpu = vars(o.gpu)
+        model = Llama(o.model, sparsity=mode, plan=o.plan, strict=o.strict, mapped=o.mapped, **gpu, **common)
         _check_has_plan(model)
         return model
 
@@ -507,8 +510,9 @@ def compare_with_stock(llama: Llama, tokens: list[int], n_gen: int, repeats: int
     _check_has_plan(llama)
     n_gen = max(1, min(n_gen, len(tokens) - 1))
     prompt, decoded = tokens[:-n_gen], tokens[-n_gen:]
-    with_stock = stock_llama(
+    with_stock = load_stock(
         _stock_path(open_files(llama.model_path, None)[0]),
+        GpuOptions(),
         n_ctx=llama.n_ctx(),
         n_threads=llama.n_threads,
         n_threads_batch=llama.n_threads,
@@ -539,12 +543,36 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--strict", action="store_true", help="a fallback is an error instead of a note")
     parser.add_argument("--mapped", action="store_true", help="FFN rows stay in the mapped file instead of a copy")
     parser.add_argument("--mlock", action="store_true", help="keep the weights in memory")
+    parser.add_argument(
+        "--vram-budget", metavar="SIZE", help="GPU memory that may be used: GiB, or 8GiB, 75%%; one for all GPUs or one each"
+    )
+    parser.add_argument("--device", metavar="NAME,...", help="GPU devices to use, or none (default: as llama.cpp chooses)")
+    parser.add_argument("--rpc", type=names, metavar="HOST:PORT,...", help="use the devices of these ggml RPC servers too")
+    parser.add_argument("--reset-gpu-index", action="store_true", help="place neurons anew, also when a placement is saved")
+    parser.add_argument(
+        "--disable-gpu-index", action="store_true", help="no single neurons on the GPU, only whole dense blocks"
+    )
+    parser.add_argument("--require-split", action="store_true", help="it is an error when no neuron is on the GPU")
+
+
+def gpu_options(args: argparse.Namespace) -> GpuOptions:
+    """What the options of `add_load_arguments` say of the GPU; adds the devices of the RPC servers.
+
+    Args:
+        args: the parsed command line.
+
+    Raises:
+        OptionError: a server that doesn't answer.
+    """
+    for address in args.rpc or ():
+        _core.add_rpc_server(address)
+    return GpuOptions(args.vram_budget, args.device, args.reset_gpu_index, args.disable_gpu_index, args.require_split)
 
 
 # Flags that only one of the two benchmarks has, as attribute names.
 _MODEL_FLAGS = (
     "model", "synthetic", "work_dir", "plan", "strict", "mapped", "mlock", "modes", "n_prompt", "n_gen", "context",
-    "png",
+    "png", "vram_budget", "device", "rpc", "reset_gpu_index", "disable_gpu_index", "require_split",
 )  # fmt: skip
 _KERNEL_FLAGS = ("sets", "n", "n_rows")
 
@@ -650,6 +678,7 @@ def run(args: argparse.Namespace) -> int:
         "strict": args.strict,
         "mapped": args.mapped,
         "mlock": args.mlock,
+        "gpu": gpu_options(args),
     }
     lines: list[Line] = []
     reports = []

@@ -179,6 +179,7 @@ def run_model(args: argparse.Namespace) -> int:
         "n_threads": args.threads,
         "n_threads_batch": args.threads,
         "n_ctx": min(args.ctx_size, n_ctx_train),
+        **vars(bench.gpu_options(args)),
     }
     with Llama(args.model, verbose=False, **options) as llama:
         text = ""
@@ -193,6 +194,8 @@ def run_model(args: argparse.Namespace) -> int:
         if times.t_eval_ms:
             print(f"{times.n_eval * 1000 / times.t_eval_ms:.2f} tokens/s, {times.n_eval} tokens", file=sys.stderr)
         print(llama.stats(), file=sys.stderr)
+        if table := llama.memory().table:
+            print(table, end="", file=sys.stderr)
         if args.compare:
             tokens = llama.tokenize((args.prompt + text).encode("utf-8"))
             print(bench.compare_with_stock(llama, tokens, RunOptions.n_compare, RunOptions.repeats), file=sys.stderr)

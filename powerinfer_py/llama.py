@@ -15,8 +15,8 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import llama_cpp
@@ -35,7 +35,65 @@ OBSOLETE_OPTIONS = ("f16_kv", "low_vram", "mul_mat_q", "n_gqa", "n_parts", "rms_
 
 _logger = logging.getLogger("powerinfer_py")
 stock_llama = llama_cpp.Llama
-_plan_to_load: contextvars.ContextVar[_core.Plan | None] = contextvars.ContextVar("plan_to_load", default=None)
+
+
+@dataclass(frozen=True)
+class GpuOptions:
+    """What may go to the GPU."""
+
+    # GiB, or "8GiB", "75%"; one for all devices, or one each
+    vram_budget: str | float | Sequence[str | float] | None = None
+    device: str | Sequence[str] | None = None  # names, or "none"; None: as llama.cpp chooses
+    reset_gpu_index: bool = False  # neurons are placed anew, whatever placement the plan has saved
+    disable_gpu_index: bool = False  # no single neurons on the GPU, only whole dense blocks
+    require_split: bool = False  # it is an error when no neuron is on the GPU
+
+
+@dataclass(frozen=True)
+class _Load:
+    """What `_PlanModel` takes over from the model that makes it."""
+
+    plan: _core.Plan | None
+    decide: Callable[[llama_cpp.llama_model_params], _core.Budget | None]  # changes the parameters to what it decided
+
+
+_to_load: contextvars.ContextVar[_Load | None] = contextvars.ContextVar("to_load", default=None)
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Bytes of one device, or of the CPU, by what holds them."""
+
+    name: str
+    budget_bytes: int  # 0 for the CPU
+    weights_bytes: int  # outside of the plan's FFNs
+    kv_bytes: int  # KV cache, recurrent state
+    compute_bytes: int  # buffers of the graphs
+    scratch_bytes: int  # of the FFNs' hot part
+    predictor_bytes: int
+    ffn_bytes: int  # neurons
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(getattr(self, field.name) for field in fields(self)[2:])
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What is where, as it was decided before the load."""
+
+    devices: tuple[DeviceMemory, ...] = ()  # empty unless there was a budget and a device
+    cpu: DeviceMemory | None = None
+    n_gpu_layers: int = 0  # as llama.cpp counts: the output is one too
+    n_hot: tuple[int, ...] = ()  # neurons of each layer on a device; empty without a split
+    i_device: tuple[int, ...] = ()  # index into devices
+    share_neurons: float = 0.0  # of the plan's neurons, on a device
+    share_activations: float = 0.0  # of the expected activations, on a device
+    split: str = ""  # "FFN split: ...", one line
+    table: str = ""  # the bytes in MiB
+
+    def __str__(self) -> str:
+        return f"{self.table}{self.split}".rstrip()
 
 
 @dataclass(frozen=True)
@@ -86,14 +144,16 @@ class Stats:
 
 
 class _PlanModel(internals.LlamaModel):
-    """Upstream's model wrapper; loads through the plan in `_plan_to_load` when there is one, and then owns the plan."""
+    """Upstream's model wrapper; loads as `_to_load` says when it says something, and then owns the plan."""
 
     def __init__(self, *, path_model: str, params: llama_cpp.llama_model_params, verbose: bool = True) -> None:
-        self.plan = _plan_to_load.get()
+        load = _to_load.get()
+        _to_load.set(None)
+        self.plan = load.plan if load is not None else None
+        self.budget = load.decide(params) if load is not None else None  # params points into it
         if self.plan is None:
             super().__init__(path_model=path_model, params=params, verbose=verbose)
             return
-        _plan_to_load.set(None)
         self.path_model = path_model
         self.params = params
         self.verbose = verbose
@@ -232,6 +292,12 @@ class Llama(stock_llama):
         plan: the extended GGUF to use, when it isn't beside the model.
         strict: a fallback is an error instead of a note.
         mapped: FFN rows stay in the mapped file instead of a copy; for models near the size of memory.
+        vram_budget: GPU memory that may be used for everything: GiB, or "8GiB", "512MiB", "75%"; for several devices one
+            for all or one each. Without n_gpu_layers it decides that too. None: no neurons go to the GPU.
+        device: names of GPU devices, or "none"; None: as llama.cpp chooses.
+        reset_gpu_index: place neurons anew, whatever placement the plan has saved.
+        disable_gpu_index: no single neurons on the GPU, only whole dense blocks.
+        require_split: it is an error when no neuron is on the GPU.
         **options: the options of `llama_cpp.Llama`; n_threads and n_threads_batch default to the physical cores
             that the process may use.
 
@@ -239,6 +305,7 @@ class Llama(stock_llama):
         OptionError: an option doesn't exist.
         FormatError: the model file doesn't exist or isn't a GGUF.
         PlanError: the plan isn't usable for this model.
+        BudgetError: the model doesn't fit the budget, or no neuron went to the GPU where that is required.
     """
 
     def __init__(
@@ -249,6 +316,11 @@ class Llama(stock_llama):
         plan: str | os.PathLike[str] | None = None,
         strict: bool = False,
         mapped: bool = False,
+        vram_budget: str | float | Sequence[str | float] | None = None,
+        device: str | Sequence[str] | None = None,
+        reset_gpu_index: bool = False,
+        disable_gpu_index: bool = False,
+        require_split: bool = False,
         **options: Any,
     ) -> None:
         _check_options(options)
@@ -262,6 +334,7 @@ class Llama(stock_llama):
             "strict": strict,
             "mapped": mapped,
         }
+        self._gpu_options = GpuOptions(vram_budget, device, reset_gpu_index, disable_gpu_index, require_split)
         self._turns = _Turns()
         n_cores = _core.physical_cores()
         for name in ("n_threads", "n_threads_batch"):
@@ -275,15 +348,27 @@ class Llama(stock_llama):
             vocab_only=bool(options.get("vocab_only")),
             **self._plan_options,
         )
-        token = _plan_to_load.set(self._plan)
+        token = _to_load.set(_Load(self._plan, lambda params: self._decide_budget(params, notes, options)))
         try:
             super().__init__(model_path, **options)
         except BaseException:
             self._free()
             raise
         finally:
-            _plan_to_load.reset(token)
+            _to_load.reset(token)
             notes.release()
+
+    def _decide_budget(
+        self, params: llama_cpp.llama_model_params, notes: _Notes, options: dict[str, Any]
+    ) -> _core.Budget | None:
+        if params.vocab_only:
+            return None
+        strict = self._plan_options["strict"]
+        budget = decide_budget(self, self._plan, params, options, self._gpu_options, strict)
+        for text in (*budget.notes, budget.split_text):
+            if text:
+                notes(text)
+        return budget
 
     @property
     def sparsity(self) -> str:
@@ -339,6 +424,31 @@ class Llama(stock_llama):
                 )
             },
         )  # fmt: skip
+
+    def memory(self) -> Memory:
+        """What was decided to be where before the load.
+
+        Returns:
+            The bytes by kind, and the split of the neurons.
+
+        Raises:
+            ClosedError: the model was closed.
+        """
+        self._check_open()
+        budget = self._model.budget
+        if budget is None:
+            return Memory()
+        return Memory(
+            devices=tuple(DeviceMemory(**use) for use in budget.gpus),
+            cpu=DeviceMemory(**budget.cpu) if budget.is_measured else None,
+            n_gpu_layers=budget.n_gpu_layers,
+            n_hot=tuple(budget.n_hot),
+            i_device=tuple(budget.i_device),
+            share_neurons=budget.share_neurons,
+            share_activations=budget.share_activations,
+            split=budget.split_text,
+            table=budget.table() if budget.is_measured else "",
+        )
 
     def reset_stats(self) -> None:
         """Start the figures of `stats` at 0 again.
@@ -414,7 +524,7 @@ class Llama(stock_llama):
             raise ClosedError(_CLOSED_TEXT)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), **self._plan_options}
+        return {**super().__getstate__(), **self._plan_options, **asdict(self._gpu_options)}
 
 
 def install() -> None:
@@ -425,6 +535,82 @@ def install() -> None:
 def uninstall() -> None:
     """Undo `install`."""
     llama_cpp.Llama = llama_cpp.llama.Llama = stock_llama
+
+
+def decide_budget(
+    model: stock_llama,
+    plan: _core.Plan | None,
+    params: llama_cpp.llama_model_params,
+    options: dict[str, Any],
+    gpu: GpuOptions,
+    strict: bool,
+) -> _core.Budget:
+    """Decide what goes to the GPU, and set the parameters of the load to it.
+
+    Args:
+        model: the model that is being made, as far as upstream's `__init__` is when it loads.
+        plan: its plan; None: upstream computes all of it.
+        params: of the load, changed.
+        options: that upstream's `__init__` was called with.
+        gpu: what may go to the GPU.
+        strict: a fallback is an error.
+
+    Returns:
+        The decision; params points into it.
+
+    Raises:
+        OptionError: a budget that can't be read, or no such device.
+        BudgetError: the model doesn't fit, or no neuron went to the GPU where that is required.
+    """
+    context = llama_cpp.llama_context_params.from_buffer_copy(model.context_params)
+    # What upstream changes after the load.
+    if context.n_ctx == 0:
+        context.n_batch = options.get("n_batch", context.n_batch)
+        context.n_ubatch = min(context.n_batch, options.get("n_ubatch", 512))
+    if options.get("embedding"):
+        context.n_seq_max = min(context.n_batch, llama_cpp.llama_max_parallel_sequences())
+        context.kv_unified = True
+    budget = _core.plan_budget(
+        plan,
+        model.model_path,
+        ctypes.addressof(params),
+        ctypes.addressof(context),
+        budget=_list_text(gpu.vram_budget),
+        device=_list_text(gpu.device),
+        has_n_gpu_layers="n_gpu_layers" in options,
+        reset_index=gpu.reset_gpu_index,
+        disable_index=gpu.disable_gpu_index,
+        require_split=gpu.require_split,
+        strict=strict,
+    )
+    budget.apply(plan, ctypes.addressof(params))
+    return budget
+
+
+def load_stock(model_path: str, gpu: GpuOptions, **options: Any) -> stock_llama:
+    """Upstream's model, with as many whole layers on the GPU as the budget holds.
+
+    Args:
+        model_path: a plain GGUF.
+        gpu: what may go to the GPU.
+        **options: of `llama_cpp.Llama`.
+
+    Raises:
+        OptionError, BudgetError: as decide_budget.
+    """
+    model = stock_llama.__new__(stock_llama)
+    token = _to_load.set(_Load(None, lambda params: decide_budget(model, None, params, options, gpu, False)))
+    try:
+        model.__init__(model_path, **options)
+    finally:
+        _to_load.reset(token)
+    return model
+
+
+def _list_text(value: str | float | Sequence[str | float] | None) -> str:
+    if value is None:
+        return ""
+    return str(value) if isinstance(value, (str, int, float)) else ",".join(str(item) for item in value)
 
 
 def _open_plan(

@@ -627,11 +627,12 @@ def test_exception_in_capture_is_raised_by_the_next_call(llama: Llama) -> None:
 def test_counts_are_in_the_bases_order(tiny_model: Callable[..., Path]) -> None:
     path = tiny_model(n_layer=2)
     with _core.Plan.open_bare(path, count=True, note=lambda text: None) as plan:
-        token = powerinfer_py.llama._plan_to_load.set(plan)
+        load = powerinfer_py.llama._Load(plan, lambda params: None)
+        token = powerinfer_py.llama._to_load.set(load)
         try:
             model = STOCK(str(path), **EXACT_OPTIONS)
         finally:
-            powerinfer_py.llama._plan_to_load.reset(token)
+            powerinfer_py.llama._to_load.reset(token)
         logits_of(model, 17)
         counts = plan.counts(1)
         assert counts["n_tokens"] == 17

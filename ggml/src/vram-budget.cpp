@@ -408,6 +408,44 @@ status without_split(const budget_request & request, budget_decision & out, cons
     return request.require_split || (is_fallback && request.strict) ? status::error(out.split_text) : status();
 }
 
+// What is on the GPU, in words; an error when that is nothing.
+status describe(ggml_backend_powerinfer_plan_t plan, const std::string & path, const budget_request & request,
+                const place_result & placed, bool has_room, budget_decision & out) {
+    const bool all_layers = out.n_gpu_layers < 0 || out.n_gpu_layers > out.n_layer;
+    const std::string blocks = all_layers              ? format("all %d layers and the output", out.n_layer)
+                               : out.n_gpu_layers == 0 ? format("none of %d layers", out.n_layer)
+                                                       : format("%d of %d layers and the output", out.n_gpu_layers - 1, out.n_layer);
+    if (placed.share_neurons > 0.0) {
+        std::vector<std::string> names;
+        for (const memory_use & gpu : out.gpus) {
+            if (gpu.ffn_bytes > 0) {
+                names.push_back(gpu.name + (out.gpus.size() > 1 ? format(" (%.0f MiB)", double(gpu.ffn_bytes) / mib) : ""));
+            }
+        }
+        const std::string activations = placed.has_statistics ? format("%.0f %% of expected activations", 100.0 * placed.share_activations)
+                                                              : "no statistics: all count alike";
+        out.split_text = format("FFN split: %.0f %% of neurons (%s) on ", 100.0 * placed.share_neurons, activations.c_str()) +
+                         join(names, ", ") + (placed.is_saved ? ", as the plan has it saved" : "") + "; dense blocks there: " + blocks + ".";
+        return {};
+    }
+    if (has_room) {
+        return without_split(request, out, "handing a token over would take longer than the CPU does; dense blocks on the GPU: " + blocks + ".",
+                             false);
+    }
+    if (out.n_gpu_layers == 0 && !request.has_n_gpu_layers) {
+        return no_room(out.gpus[0], plan != nullptr && !request.disable_index
+                                        ? "no layer fits, and no group of neurons with its scratch memory; without them are needed"
+                                        : "no layer fits; without one are needed");
+    }
+    if (plan == nullptr) {
+        return without_split(request, out, path + " has no plan; on the GPU: " + blocks + ".", false);
+    }
+    if (request.disable_index) {
+        return without_split(request, out, "it was disabled; dense blocks on the GPU: " + blocks + ".", false);
+    }
+    return without_split(request, out, "the dense blocks leave no room for neurons and their scratch memory; on the GPU: " + blocks + ".", false);
+}
+
 }  // namespace
 
 status budget_parse(const std::string & text, std::vector<budget_amount> & out) {
@@ -512,38 +550,7 @@ status budget_decide(ggml_backend_powerinfer_plan_t plan, const std::string & pa
             return result;
         }
     }
-    const bool all_layers = out.n_gpu_layers < 0 || out.n_gpu_layers > out.n_layer;
-    const std::string layers = all_layers ? format("all %d layers", out.n_layer)
-                                          : format("%d of %d layers", std::max(out.n_gpu_layers - 1, 0), out.n_layer);
-    if (placed.share_neurons > 0.0) {
-        std::vector<std::string> names;
-        for (const memory_use & gpu : out.gpus) {
-            if (gpu.ffn_bytes > 0) {
-                names.push_back(gpu.name + (out.gpus.size() > 1 ? format(" (%.0f MiB)", double(gpu.ffn_bytes) / mib) : ""));
-            }
-        }
-        const std::string activations = placed.has_statistics ? format("%.0f %% of expected activations", 100.0 * placed.share_activations)
-                                                               : "the plan has no statistics: all count alike";
-        out.split_text = format("FFN split: %.0f %% of neurons (%s) on %s, by %s; of the other blocks %s.", 100.0 * placed.share_neurons,
-                                activations.c_str(), join(names, ", ").c_str(), placed.is_saved ? "the saved placement" : "a new placement",
-                                layers.c_str());
-        return {};
-    }
-    if (has_room) {
-        return without_split(request, out, "handing tokens over would take longer than the CPU does; on the GPU are the other blocks of " + layers + ".", false);
-    }
-    if (out.n_gpu_layers == 0 && !request.has_n_gpu_layers) {
-        return no_room(out.gpus[0], plan != nullptr && !request.disable_index
-                                        ? "neither one layer nor a group of neurons with its scratch memory fits; without them the device needs"
-                                        : "not even one layer fits; without it the device needs");
-    }
-    if (plan == nullptr) {
-        return without_split(request, out, path + " has no plan; " + layers + " are on the GPU.", false);
-    }
-    if (request.disable_index) {
-        return without_split(request, out, "it was disabled; the dense blocks of " + layers + " are on the GPU.", false);
-    }
-    return without_split(request, out, "the dense blocks of " + layers + " fill the budget.", false);
+    return describe(plan, path, request, placed, has_room, out);
 }
 
 void budget_decision::set_params(llama_model_params & params) {
