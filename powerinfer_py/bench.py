@@ -12,7 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -544,11 +544,19 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mapped", action="store_true", help="FFN rows stay in the mapped file instead of a copy")
     parser.add_argument("--mlock", action="store_true", help="keep the weights in memory")
     parser.add_argument(
-        "--vram-budget", metavar="SIZE", help="GPU memory that may be used: GiB, or 8GiB, 75%%; one for all GPUs or one each"
+        "--vram-budget",
+        metavar="SIZE",
+        help="GPU memory that may be used: GiB, or 8GiB, 75%%; one for all GPUs or one each",
     )
-    parser.add_argument("--device", metavar="NAME,...", help="GPU devices to use, or none (default: as llama.cpp chooses)")
-    parser.add_argument("--rpc", type=names, metavar="HOST:PORT,...", help="use the devices of these ggml RPC servers too")
-    parser.add_argument("--reset-gpu-index", action="store_true", help="place neurons anew, also when a placement is saved")
+    parser.add_argument(
+        "--device", metavar="NAME,...", help="GPU devices to use, or none (default: as llama.cpp chooses)"
+    )
+    parser.add_argument(
+        "--rpc", type=names, metavar="HOST:PORT,...", help="use the devices of these ggml RPC servers too"
+    )
+    parser.add_argument(
+        "--reset-gpu-index", action="store_true", help="place neurons anew, also when a placement is saved"
+    )
     parser.add_argument(
         "--disable-gpu-index", action="store_true", help="no single neurons on the GPU, only whole dense blocks"
     )
