@@ -487,7 +487,7 @@ def run(args: argparse.Namespace) -> int:
         need_packages("plot", "plot", "matplotlib")
     plan, base = open_plan(options.model, options.base)
     note = _strict_note if options.strict else note_once()
-    hardware = read_hardware(options.hardware) if options.hardware is not None else _measured()
+    hardware = read_hardware(options.hardware) if options.hardware is not None else _measured(note)
     split = place(plan, base, hardware, options, note)
     if options.outfile is not None:
         write_split(split, plan, options.outfile)
@@ -525,11 +525,11 @@ def open_plan(model: Path, base: Path | None) -> tuple[pi_format.Plan, pi_format
     return plan, plan.open_base(base)
 
 
-def _measured() -> Hardware:
+def _measured(note: Callable[[str], None]) -> Hardware:
     from .measure_hardware import MeasureOptions, measure_hardware
 
     with progress_steps() as steps:
-        hardware, _ = measure_hardware(MeasureOptions(), steps, note_once())
+        hardware, _ = measure_hardware(MeasureOptions(), steps, note)
     if not hardware.gpus:
         raise OptionError(
             "hardware: this machine has no GPU that can be measured; expected one, or a hardware file; pass --hardware."
