@@ -41,8 +41,12 @@ VERBS = {
         "run_rebind",
     ),
     "import": Verb("powerinfer_py.tools.import_powerinfer", "take over a model of the original PowerInfer"),
+    "measure-hardware": Verb(
+        "powerinfer_py.tools.measure_hardware", "rates of the CPU and of GPUs, for placement and simulation"
+    ),
     "inspect": Verb("powerinfer_py.tools.inspect_model", "what a GGUF or a plan says"),
     "place": Verb("powerinfer_py.tools.place_model", "which neurons go to the GPU, for a budget of its memory"),
+    "simulate": Verb("powerinfer_py.tools.simulate", "tokens per second on a machine that needn't be at hand"),
     "synthetic": Verb("powerinfer_py.tools.synthetic_model", "write a sparse model of any shape, with its plan"),
 }
 
@@ -101,8 +105,8 @@ def _run_verb(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print("usage: powerinfer VERB [options]; powerinfer VERB --help\n")
         for name, verb in VERBS.items():
-            print(f"  {name:<10} {verb.help}")
-        print(f"  {'--version':<10} version of the package, of its core and of llama_cpp")
+            print(f"  {name:<16} {verb.help}")
+        print(f"  {'--version':<16} version of the package, of its core and of llama_cpp")
         return 0
     if argv[0] == "--version":
         print(_version_text())

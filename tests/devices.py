@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -72,6 +73,8 @@ def _call_in_this_process(module_name: str, module_file: str, function: str, cal
     """The child's side of `run_in_child`."""
     spec = importlib.util.spec_from_file_location(module_name, module_file)
     module = sys.modules[module_name] = importlib.util.module_from_spec(spec)
+    package = module_name.rpartition(".")[0]  # as pytest names it; pickle looks it up for classes of the module
+    sys.modules.setdefault(package, types.ModuleType(package))
     spec.loader.exec_module(module)
     value = getattr(module, function)(*pickle.loads(Path(call).read_bytes()))
     Path(result).write_bytes(pickle.dumps(value))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -115,3 +116,9 @@ def test_figure_that_a_reader_would_refuse_is_not_written(tmp_path: Path) -> Non
     with pytest.raises(FormatError, match="bandwidth_bytes_s is nan"):
         write_hardware(bad, tmp_path / "hw.json")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_file_in_the_documents_can_be_read(tmp_path: Path) -> None:
+    text = (Path(__file__).parent.parent / "docs" / "placement.md").read_text(encoding="utf-8")
+    (tmp_path / "hw.json").write_text(re.search(r"^```json\n(.*?)^```", text, re.DOTALL | re.MULTILINE)[1])
+    assert read_hardware(tmp_path / "hw.json").gpus[0].round_trip_s == 2e-5

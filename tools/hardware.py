@@ -15,7 +15,7 @@ from typing import Any
 
 import gguf
 
-from powerinfer_py.errors import FormatError
+from powerinfer_py.errors import FormatError, OptionError
 from powerinfer_py.format import atomic_path
 from powerinfer_py.gguf_file import row_type_name
 
@@ -146,6 +146,33 @@ def read_hardware(path: str | os.PathLike[str]) -> Hardware:
         return _parse(str(path), data.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise FormatError(f"{path}: it isn't UTF-8 ({error.reason}); expected JSON; {_AGAIN}") from None
+
+
+def shipped_hardware() -> dict[str, Path]:
+    """Hardware files that come with the package, by name: figures of data sheets."""
+    return {path.stem: path for path in sorted((Path(__file__).parent / "machines").glob("*.json"))}
+
+
+def find_hardware(name: str) -> Hardware:
+    """Reads a hardware file, or one that comes with the package.
+
+    Args:
+        name: a path, or a shipped file's name without its ending, e.g. `rtx4090`.
+
+    Returns:
+        The machine.
+
+    Raises:
+        OptionError: neither is there.
+        FormatError: it isn't a hardware file.
+    """
+    shipped = shipped_hardware()
+    path = shipped.get(name, Path(name))
+    if not path.is_file():
+        raise OptionError(
+            f"hardware: {name} isn't a file; expected one (powerinfer measure-hardware), or {', '.join(shipped)}; check the path."
+        )
+    return read_hardware(path)
 
 
 def _parse(path: str, text: str) -> Hardware:

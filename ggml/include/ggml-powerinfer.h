@@ -113,10 +113,13 @@ struct ggml_backend_powerinfer_stats {
     uint64_t up_down_us;
     uint64_t total_us;
     uint64_t n_gpu_neurons;       // neurons that devices computed, summed over tokens
-    uint64_t cpu_us;              // of blocks with a split: the CPU's part,
+    uint64_t cpu_us;              // the CPU's part of blocks,
     uint64_t gpu_us;              // the device's part,
     uint64_t wait_us;             // and what the CPU only waited for the device
+    uint64_t copy_us;             // the host spent in copies; devices that queue copy later
     uint64_t copied_bytes;        // between host and devices
+    uint64_t n_gpu_active;        // while there is a trace: values other than 0 on devices (blocks computed there whole not counted),
+    uint64_t n_cpu_active;        // and always: neurons that the CPU used
     uint64_t gpu_read_bytes;      // FFN bytes read by devices
     double overlap_sum;           // Jaccard overlap of active sets of consecutive single tokens, summed
     uint64_t n_overlaps;
@@ -157,7 +160,7 @@ struct ggml_backend_powerinfer_block_times {
 };
 typedef void (*ggml_backend_powerinfer_trace_t)(const struct ggml_backend_powerinfer_block_times * times, void * user_data);
 
-// Called on the thread that computes, after every whole block. NULL stops it.
+// Called on the thread that computes, after every whole block; devices count active neurons meanwhile. NULL stops it.
 GGML_POWERINFER_API void ggml_backend_powerinfer_plan_set_trace(
     ggml_backend_powerinfer_plan_t plan, ggml_backend_powerinfer_trace_t trace, void * user_data);
 

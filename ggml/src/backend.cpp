@@ -123,7 +123,10 @@ void record(opened_plan * owner, int i_layer, const ffn_layer & layer, const ffn
     stats.cpu_us += to_us(times.cpu_s());
     stats.gpu_us += to_us(times.gpu_s());
     stats.wait_us += to_us(times.wait_s);
+    stats.copy_us += to_us(times.copy_s);
     stats.copied_bytes += times.copied_bytes;
+    stats.n_gpu_active += times.gpu_active;
+    stats.n_cpu_active += times.cpu_active;
     stats.gpu_read_bytes += times.gpu_read_bytes;
     stats.overlap_sum += result.overlap_sum;
     stats.n_overlaps += result.n_overlaps;
@@ -197,6 +200,7 @@ status block_options(const ffn_block & block, bool has_residual, ffn_options & o
     options.activation = block.activation;
     options.add_biases = block.has_biases;
     options.count = owner->options.count;
+    options.count_hot = block.hybrid != nullptr && owner->counts_hot;
     if (options.mode != ffn_mode::predicted || !owner->data.predictor_reads_residual || has_residual) {
         return {};
     }
@@ -249,6 +253,7 @@ status compute_block(backend_state & state, const ffn_block & block, const ffn_o
         ffn_forward(layer, options, owner->kernels, state.n_threads, n_tokens, x, ld_x, y, ld_y, state.workspace, result, r, ld_r);
         times.cpu_begin_s = start;
         times.cpu_end_s = omp_get_wtime();
+        times.cpu_active = result.n_active;
     }
     record(owner, block.i_layer, layer, options, result, times, omp_get_wtime() - start);
     trace_block(owner, block.i_layer, n_tokens, start, times);

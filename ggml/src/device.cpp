@@ -918,6 +918,7 @@ void ggml_backend_powerinfer_plan_set_trace(
     std::lock_guard<std::mutex> lock(self->mutex);
     self->trace = trace;
     self->trace_user_data = user_data;
+    self->counts_hot = trace != nullptr;
 }
 
 bool ggml_backend_powerinfer_plan_check(ggml_backend_powerinfer_plan_t handle, char * error, size_t error_size) {

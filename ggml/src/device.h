@@ -65,6 +65,7 @@ public:
     ggml_backend_powerinfer_trace_t trace = nullptr;
     void * trace_user_data = nullptr;
     std::atomic<bool> has_error{false};
+    std::atomic<bool> counts_hot{false};  // while there is a trace
     bool says_errors = false;        // nobody calls plan_check for the environment's plan: errors go to stderr at once
     std::atomic<bool> is_open{true};  // the public handle is alive: its note callback may be called
     std::atomic<int> n_down_loras{0};  // LoRA matrices of down projections in live buffers: blocks then run op by op

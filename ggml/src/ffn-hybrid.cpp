@@ -90,6 +90,7 @@ status ffn_forward_hybrid(const hybrid_layer & layer, gpu_executor & gpu, int64_
     for (int64_t from = 0; from < n_tokens; from += max_tokens) {
         const int64_t n = std::min(max_tokens, n_tokens - from);
         gpu_result done;
+        const uint64_t n_active_before = result.n_active;
         const status part = forward_part(layer, gpu, options, kernels, n_threads, n, x + from * ld_x, ld_x, y + from * ld_y, ld_y,
                                          workspace, result, done, times, r + from * ld_r, ld_r);
         if (!part.ok()) {
@@ -100,8 +101,11 @@ status ffn_forward_hybrid(const hybrid_layer & layer, gpu_executor & gpu, int64_
         times.copied_bytes += done.copied_bytes;
         times.gpu_read_bytes += done.read_bytes;
         times.gpu_neurons += done.n_candidates;
+        times.gpu_active += done.n_active;
+        times.copy_s += done.copy_s;
         result.n_candidates += done.n_candidates;
-        result.n_active += done.n_active;
+        times.cpu_active += result.n_active - n_active_before;
+        result.n_active += done.n_used;
         result.read_bytes += done.read_bytes;
         result.dense_bytes += hot_dense_bytes;
     }

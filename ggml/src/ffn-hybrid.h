@@ -17,9 +17,12 @@ struct hybrid_times {
     double gpu_begin_s = 0.0;
     double gpu_end_s = 0.0;
     double wait_s = 0.0;           // the CPU had nothing to do but wait for the device
+    double copy_s = 0.0;           // the host spent in copies
     uint64_t copied_bytes = 0;     // between host and device
     uint64_t gpu_read_bytes = 0;
     uint64_t gpu_neurons = 0;      // computed by the device, summed over tokens
+    uint64_t gpu_active = 0;       // of these not 0, when counted (ffn_options::count_hot)
+    uint64_t cpu_active = 0;       // neurons that the CPU used
 
     double cpu_s() const { return cpu_end_s - cpu_begin_s; }
     double gpu_s() const { return gpu_end_s - gpu_begin_s; }

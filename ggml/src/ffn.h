@@ -84,6 +84,7 @@ struct ffn_options {
     float product_threshold = 0.0f;
     bool add_biases = false;  // the block that was matched includes its bias additions
     bool count = false;       // fill ffn_result's counting arrays
+    bool count_hot = false;   // a device says how many of its neurons were active, which costs it two operators and a copy
 
     bool is_approximate() const { return mode == ffn_mode::threshold || mode == ffn_mode::predicted; }
     // The thresholds that apply in this mode; 0: none.

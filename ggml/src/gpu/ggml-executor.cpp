@@ -422,11 +422,12 @@ struct block_graph {
     int64_t n_tokens = 0;
     ggml_tensor * x = nullptr;  // [n_embd, n_tokens]
     ggml_tensor * y = nullptr;  // [n_embd, n_tokens]
+    ggml_tensor * n_active = nullptr;  // [1, n_tokens] when they are counted
 
     bool fits(const ffn_options & wanted, int64_t wanted_tokens) const {
         return context != nullptr && n_tokens == wanted_tokens && options.activation == wanted.activation &&
                options.add_biases == wanted.add_biases && options.gate_limit() == wanted.gate_limit() &&
-               options.product_limit() == wanted.product_limit();
+               options.product_limit() == wanted.product_limit() && options.count_hot == wanted.count_hot;
     }
 };
 
@@ -464,6 +465,7 @@ private:
     ggml_backend_buffer_ptr scratch_;        // on the device
     host_block in_;             // x of one call (max_tokens, n_embd), and what the predictor reads
     host_block out_;            // y of one call (max_tokens, n_embd)
+    host_block counts_;         // active neurons of each token (max_tokens)
     host_block stages_[2];      // cold rows on their way
     size_t stage_room_bytes_ = 0;  // of one
     ggml_backend_event_ptr staged_[2];  // the device has read stages_[i]
@@ -476,6 +478,7 @@ private:
     // between start and finish
     int64_t n_tokens_ = 0;
     int64_t n_embd_ = 0;
+    bool counts_hot_ = false;
     gpu_result result_;
     status error_;
 };
@@ -510,6 +513,9 @@ status ggml_executor::create() {
     if (result.ok()) {
         result = out_.allocate(device, max_tokens_ * n_embd * sizeof(float));
     }
+    if (result.ok()) {
+        result = counts_.allocate(device, max_tokens_ * sizeof(float));
+    }
     for (int i = 0; i < 2 && props.caps.events; ++i) {
         staged_[i].reset(ggml_backend_event_new(device));
     }
@@ -524,21 +530,25 @@ status ggml_executor::run(ggml_cgraph * graph) {
 }
 
 void ggml_executor::put(ggml_tensor * tensor, const void * from, size_t size_bytes) {
-    result_.copied_bytes += size_bytes;
+    const double begin = omp_get_wtime();
     if (queues_) {
         ggml_backend_tensor_set_async(backend_.get(), tensor, from, 0, size_bytes);
     } else {
         ggml_backend_tensor_set(tensor, from, 0, size_bytes);
     }
+    result_.copied_bytes += size_bytes;
+    result_.copy_s += omp_get_wtime() - begin;
 }
 
 void ggml_executor::take(const ggml_tensor * tensor, void * to, size_t size_bytes) {
-    result_.copied_bytes += size_bytes;
+    const double begin = omp_get_wtime();
     if (queues_) {
         ggml_backend_tensor_get_async(backend_.get(), tensor, to, 0, size_bytes);
     } else {
         ggml_backend_tensor_get(tensor, to, 0, size_bytes);
     }
+    result_.copied_bytes += size_bytes;
+    result_.copy_s += omp_get_wtime() - begin;
 }
 
 status ggml_executor::build_hot(const device_layer & layer, const ffn_options & options, int64_t n_tokens, block_graph & out) {
@@ -549,9 +559,13 @@ status ggml_executor::build_hot(const device_layer & layer, const ffn_options & 
     ggml_context * ctx = out.context.get();
     out.x = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, layer.shape.n_embd, n_tokens);
     out.graph = ggml_new_graph_custom(ctx, max_tensors, false);
-    out.y = ggml_mul_mat(ctx, layer.hot.down,
-                         neuron_values(ctx, layer.hot, layer.gated, options, layer.activation_param, 0.0f, out.x, nullptr));
+    ggml_tensor * values = neuron_values(ctx, layer.hot, layer.gated, options, layer.activation_param, 0.0f, out.x, nullptr);
+    out.y = ggml_mul_mat(ctx, layer.hot.down, values);
     ggml_build_forward_expand(out.graph, out.y);
+    if (options.count_hot) {
+        out.n_active = ggml_sum_rows(ctx, ggml_step_inplace(ctx, ggml_abs_inplace(ctx, values)));
+        ggml_build_forward_expand(out.graph, out.n_active);
+    }
     return arena(scratch_.get()).place_all(ctx);
 }
 
@@ -578,6 +592,9 @@ status ggml_executor::run_hot(int i_layer, const ffn_options & options, int64_t 
             return result;
         }
         take(graph->y, out_.as<float>() + from * row, n * row * sizeof(float));
+        if (options.count_hot) {
+            take(graph->n_active, counts_.as<float>() + from, n * sizeof(float));
+        }
     }
     return {};
 }
@@ -595,8 +612,9 @@ status ggml_executor::start(int i_layer, const ffn_options & options, int64_t n_
     several_.clear();
     n_tokens_ = n_tokens;
     n_embd_ = layer.shape.n_embd;
+    counts_hot_ = options.count_hot;
     result_ = {};
-    result_.n_candidates = result_.n_active = n_tokens * layer.shape.n_hot;
+    result_.n_candidates = result_.n_used = n_tokens * layer.shape.n_hot;
     result_.read_bytes = layer.hot_bytes;
     pack_rows(x, ld_x, n_embd_, n_tokens, in_.as<float>());
     if (queues_) {
@@ -624,6 +642,7 @@ status ggml_executor::finish(float * y, int64_t ld_y, gpu_result & result) {
     }
     const float * sum = out_.as<float>();
     for (int64_t t = 0; t < n_tokens_; ++t) {
+        result_.n_active += counts_hot_ ? static_cast<uint64_t>(counts_.as<float>()[t]) : 0;
         for (int64_t i = 0; i < n_embd_; ++i) {
             y[t * ld_y + i] += sum[t * n_embd_ + i];
         }
@@ -695,7 +714,7 @@ status ggml_executor::stream(int i_layer, const ffn_layer & cold, const ffn_opti
     const bool has_own_r = predicted && r != x;
     result_ = {};
     result_.begin_s = omp_get_wtime();
-    result_.n_candidates = result_.n_active = n_tokens * layer.shape.n_ff;
+    result_.n_candidates = result_.n_used = n_tokens * layer.shape.n_ff;
     result_.read_bytes = layer.hot_bytes + cold.matrix_bytes();
     std::vector<ggml_context_ptr> contexts;  // of graphs that may still run
 

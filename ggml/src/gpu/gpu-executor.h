@@ -16,9 +16,11 @@ namespace powerinfer {
 struct gpu_result {
     double begin_s = 0.0;        // omp_get_wtime: its work began (a device that queues: was handed over)
     double end_s = 0.0;          // its result was in host memory
+    double copy_s = 0.0;         // the host spent in copies; a device that queues copies later
     uint64_t copied_bytes = 0;   // between host and device, both ways
     uint64_t n_candidates = 0;   // gate rows computed, summed over tokens
-    uint64_t n_active = 0;       // down rows used, summed over tokens
+    uint64_t n_used = 0;         // down rows used, summed over tokens
+    uint64_t n_active = 0;       // values other than 0, summed over tokens; 0 unless options.count_hot
     uint64_t read_bytes = 0;     // weight bytes that the device read, rows that tokens share once
 };
 
