@@ -22,7 +22,7 @@ from powerinfer_py.errors import OptionError, PlanError
 from powerinfer_py.gguf_file import row_type_name
 
 from .arguments import count_of, device_memory, need_packages
-from .hardware import Hardware, read_hardware
+from .hardware import Hardware, find_hardware, shipped_hardware
 from .placement import (
     NeuronRows,
     Placement,
@@ -49,7 +49,7 @@ class PlaceOptions:
     model: Path  # a GGUF with its plan beside it, or a plan
     vram_budget: tuple[str, ...]  # one per device
     base: Path | None = None  # None: where the plan says
-    hardware: Path | None = None  # None: measured
+    hardware: str | None = None  # a file, or the name of a shipped one; None: measured
     ctx_size: int = 4096
     cuda: bool = False  # the device skips inactive hot neurons
     time_limit: float = SolveOptions.time_limit_s
@@ -438,7 +438,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="GPU memory: GiB as a plain number, or 8GiB, 512MiB, 75%%; several GPUs: one each, separated by commas",
     )
     parser.add_argument(
-        "--hardware", type=Path, metavar="HW.json", help="the machine (default: measured now); see measure-hardware"
+        "--hardware",
+        metavar="HW.json",
+        help=f"the machine: a hardware file, or one of {', '.join(shipped_hardware())} (default: measured now)",
     )
     parser.add_argument(
         "-c",
@@ -487,7 +489,7 @@ def run(args: argparse.Namespace) -> int:
         need_packages("plot", "plot", "matplotlib")
     plan, base = open_plan(options.model, options.base)
     note = _strict_note if options.strict else note_once()
-    hardware = read_hardware(options.hardware) if options.hardware is not None else _measured(note)
+    hardware = find_hardware(options.hardware) if options.hardware is not None else _measured(note)
     split = place(plan, base, hardware, options, note)
     if options.outfile is not None:
         write_split(split, plan, options.outfile)
