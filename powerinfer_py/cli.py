@@ -150,6 +150,9 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-s", "--seed", type=int, help="seed of the sampler")
     parser.add_argument("--chat", action="store_true", help="the prompt is a message; use the model's chat template")
     parser.add_argument(
+        "--timeline", metavar="OUT.png", help="draw when CPU and devices worked on the last token (extra plot)"
+    )
+    parser.add_argument(
         "--compare", action="store_true", help="then time stock llama.cpp too, on the text that was generated"
     )
 
@@ -168,6 +171,10 @@ def run_model(args: argparse.Namespace) -> int:
     from powerinfer_py import bench
     from powerinfer_py.llama import Llama
 
+    trace: list[dict[str, Any]] = []
+    if args.timeline:
+        plot = importlib.import_module("powerinfer_py.tools.plot_timeline")
+        plot.check_plot()
     base, _ = bench.open_files(args.model, args.plan)
     n_ctx_train = base.files[0].get_int(f"{base.architecture}.context_length") or args.ctx_size
     options = {
@@ -183,6 +190,8 @@ def run_model(args: argparse.Namespace) -> int:
     }
     with Llama(args.model, verbose=False, **options) as llama:
         text = ""
+        if args.timeline:
+            llama.trace(trace.append)
         try:
             for piece in _generate(llama, args):
                 text += piece
@@ -196,6 +205,10 @@ def run_model(args: argparse.Namespace) -> int:
         print(llama.stats(), file=sys.stderr)
         if table := llama.memory().table:
             print(table, end="", file=sys.stderr)
+        if args.timeline:
+            llama.trace(None)
+            plot.write_plot(args.timeline, trace, os.path.basename(args.model))
+            print(f"timeline of the last token: {args.timeline}", file=sys.stderr)
         if args.compare:
             tokens = llama.tokenize((args.prompt + text).encode("utf-8"))
             print(bench.compare_with_stock(llama, tokens, RunOptions.n_compare, RunOptions.repeats), file=sys.stderr)

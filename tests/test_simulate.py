@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -203,33 +202,6 @@ def test_model_that_no_memory_holds_is_refused() -> None:
         simulate.simulate(model, replace(machine, gpus=()), simulate.Engine(), 0, note)
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_split_is_near_the_best_of_all(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    layers = []
-    n_ff = 15 * simulate.GROUP - 10
-    for _ in range(3):
-        frequency = np.sort(rng.random(n_ff))[::-1]
-        sync_s = float(rng.choice([0.0, 1.0, 50.0]))
-        layers.append(
-            simulate.PlacementLayer(n_ff, frequency, float(rng.integers(1, 4)), (0.1, 1.0), (0.01, 0.1), sync_s)
-        )
-    capacity = float(rng.integers(64, 3 * n_ff))
-    choices = [*range(0, n_ff, simulate.GROUP), n_ff]
-
-    def seconds(n_hot: Sequence[int]) -> float:
-        return sum(float(layer.seconds(n, layer.frequency[:n].sum())[0]) for layer, n in zip(layers, n_hot))
-
-    def n_bytes(n_hot: Sequence[int]) -> float:
-        return sum(n * layer.neuron_bytes for layer, n in zip(layers, n_hot))
-
-    found = simulate.solve(layers, capacity)
-    none = seconds((0, 0, 0))
-    best = min(seconds(n_hot) for n_hot in itertools.product(choices, repeat=3) if n_bytes(n_hot) <= capacity)
-    assert n_bytes(found) <= capacity and set(found) <= set(choices)
-    assert none - seconds(found) >= 0.95 * (none - best)
-
-
 # ---- Model files ----------------------------------------------------------------------------------------------------
 
 
@@ -274,26 +246,9 @@ def test_layer_that_a_plan_cant_cover_counts_as_dense(tiny_model: Callable[..., 
 # ---- The command ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "n_bytes"),
-    [
-        (None, 8 * 2**30),
-        ("6", 6 * 2**30),
-        ("1.5GiB", 1.5 * 2**30),
-        ("2G", 2**31),
-        ("512MiB", 2**29),
-        ("75%", 6 * 2**30),
-    ],
-)
-def test_vram_budget_is_read(text: str | None, n_bytes: float) -> None:
+@pytest.mark.parametrize(("text", "n_bytes"), [(None, 8 * 2**30), ("512MiB", 2**29), ("75%", 6 * 2**30)])
+def test_vram_budget_is_of_the_first_gpu(text: str | None, n_bytes: int) -> None:
     assert simulate.budget_bytes(text, hw.find_hardware("laptop")) == n_bytes
-
-
-@pytest.mark.parametrize("text", ["", "-1", "8 GiB", "8TB", "101%", "nan", "GiB", "0x8"])
-def test_wrong_vram_budget_is_refused(text: str) -> None:
-    if text:
-        with pytest.raises(OptionError, match="vram-budget"):
-            simulate.budget_bytes(text, hw.find_hardware("laptop"))
 
 
 def test_shipped_hardware_files_name_their_sources() -> None:

@@ -22,7 +22,7 @@ from powerinfer_py.errors import OptionError, PlanError
 from powerinfer_py.gguf_file import row_type_name
 
 from .arguments import count_of, device_memory, need_packages
-from .hardware import Hardware, read_hardware
+from .hardware import Hardware, find_hardware, shipped_hardware
 from .placement import (
     NeuronRows,
     Placement,
@@ -39,6 +39,7 @@ SPLIT_VERSION = 1  # of the JSON file
 _WIDTH = 100
 _FLOAT_TYPES = (GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16)
 _KV_BYTES = 2  # F16, the default
+_NEURON_VALUES_BYTES = 4 * 3  # two biases and the norm of the down row, which the core reserves for every neuron
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class PlaceOptions:
     model: Path  # a GGUF with its plan beside it, or a plan
     vram_budget: tuple[str, ...]  # one per device
     base: Path | None = None  # None: where the plan says
-    hardware: Path | None = None  # None: measured
+    hardware: str | None = None  # a file, or the name of a shipped one; None: measured
     ctx_size: int = 4096
     cuda: bool = False  # the device skips inactive hot neurons
     time_limit: float = SolveOptions.time_limit_s
@@ -157,7 +158,7 @@ def place(
         devices=tuple(gpu.name for gpu in gpus),
         hot_bytes=tuple(hot_bytes),
         n_hot=placement.n_hot,
-        i_device=tuple(i_device),
+        i_device=tuple(i_device[:-1]),
         token_s=placement.token_s,
         gap=placement.gap,
         model_hash=pi_format.model_hash(plan),
@@ -168,23 +169,27 @@ def place(
 
 
 def layer_devices(n_layer: int, budget: Sequence[int]) -> list[int]:
-    """Layers in order, each device as many as its part of the budget, as upstream's default does it.
+    """Layers in order, each device as many as its part of the budget.
 
     Args:
         n_layer: layers.
         budget: (n_devices) bytes.
 
     Returns:
-        (n_layer) index into budget.
+        (n_layer + 1) index into budget; the last is the output's.
+
+    Source: llama.cpp, src/llama-model.cpp (libllama 0.5.0), load_tensors with all layers on GPUs.
     """
     ends = np.cumsum(budget, dtype=np.float64) / max(sum(budget), 1)
-    return [min(int(np.searchsorted(ends, i / n_layer, side="right")), len(budget) - 1) for i in range(n_layer)]
+    return [
+        min(int(np.searchsorted(ends, i / (n_layer + 1), side="right")), len(budget) - 1) for i in range(n_layer + 1)
+    ]
 
 
 def dense_bytes(
     plan: pi_format.Plan, base: pi_format.BaseModel, n_ctx: int, i_device: Sequence[int], n_devices: int
 ) -> list[int]:
-    """What the model takes beside its covered FFNs: weights, the output matrix on the last device, and the KV cache.
+    """What the model takes beside its covered FFNs: weights, and the KV cache.
 
     An estimate from tensor sizes and metadata; compute buffers aren't in it.
 
@@ -192,7 +197,7 @@ def dense_bytes(
         plan: the plan.
         base: its base.
         n_ctx: context.
-        i_device: (n_layer) device of each layer.
+        i_device: (n_layer + 1) device of each layer, and of the output.
         n_devices: devices.
 
     Returns:
@@ -206,7 +211,7 @@ def dense_bytes(
         if match is not None and match[0] < plan.n_layer:
             n_bytes[i_device[match[0]]] += 0 if name in ffn else tensor.n_bytes
         elif name != "token_embd.weight" or "output.weight" not in base.tensors:
-            n_bytes[-1] += tensor.n_bytes
+            n_bytes[i_device[-1]] += tensor.n_bytes
     for i, n_values in enumerate(_kv_values(base, plan.n_layer)):
         n_bytes[i_device[i]] += n_ctx * n_values * _KV_BYTES
     return n_bytes
@@ -245,7 +250,6 @@ def _layer(
         n_bytes = layer.fc1.data.nbytes + layer.fc2.data.nbytes
         predictor = (row_type_name(layer.fc2.row_type), n_bytes / layer.n_ff)
     density = float(frequency.mean(dtype=np.float64))
-    n_biases = sum(f"blk.{i_layer}.ffn_{name}.bias" in base.tensors for name in ("gate", "up"))
     down = _down_row(plan, layer, ffn["down"].type)
     return make_layer(
         NeuronRows(rows[0], rows[1] if len(rows) > 1 else None, down, predictor),
@@ -253,8 +257,7 @@ def _layer(
         hardware.cpu,
         hardware.gpus[i_device],
         note,
-        # biases and the norm of the down row are float32
-        neuron_bytes=int(np.ceil(sum(n_bytes for _, n_bytes in (*rows, down)))) + 4 * (1 + n_biases),
+        neuron_bytes=int(sum(n_bytes for _, n_bytes in (*rows, down))) + _NEURON_VALUES_BYTES,
         candidate_ratio=layer.predictor_candidate_density / density
         if layer.predictor_candidate_density and density
         else 1.0,
@@ -435,7 +438,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="GPU memory: GiB as a plain number, or 8GiB, 512MiB, 75%%; several GPUs: one each, separated by commas",
     )
     parser.add_argument(
-        "--hardware", type=Path, metavar="HW.json", help="the machine (default: measured now); see measure-hardware"
+        "--hardware",
+        metavar="HW.json",
+        help=f"the machine: a hardware file, or one of {', '.join(shipped_hardware())} (default: measured now)",
     )
     parser.add_argument(
         "-c",
@@ -484,7 +489,7 @@ def run(args: argparse.Namespace) -> int:
         need_packages("plot", "plot", "matplotlib")
     plan, base = open_plan(options.model, options.base)
     note = _strict_note if options.strict else note_once()
-    hardware = read_hardware(options.hardware) if options.hardware is not None else _measured()
+    hardware = find_hardware(options.hardware) if options.hardware is not None else _measured(note)
     split = place(plan, base, hardware, options, note)
     if options.outfile is not None:
         write_split(split, plan, options.outfile)
@@ -522,11 +527,11 @@ def open_plan(model: Path, base: Path | None) -> tuple[pi_format.Plan, pi_format
     return plan, plan.open_base(base)
 
 
-def _measured() -> Hardware:
+def _measured(note: Callable[[str], None]) -> Hardware:
     from .measure_hardware import MeasureOptions, measure_hardware
 
     with progress_steps() as steps:
-        hardware, _ = measure_hardware(MeasureOptions(), steps, note_once())
+        hardware, _ = measure_hardware(MeasureOptions(), steps, note)
     if not hardware.gpus:
         raise OptionError(
             "hardware: this machine has no GPU that can be measured; expected one, or a hardware file; pass --hardware."

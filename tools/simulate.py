@@ -6,25 +6,21 @@ Decoding one token at a time. Nothing is measured: what a hardware file and the 
 from __future__ import annotations
 
 import argparse
-import heapq
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from powerinfer_py.bench import open_files
 from powerinfer_py.errors import OptionError
 
-from .arguments import count_of, need_packages, share
+from .arguments import count_of, device_memory, need_packages, share
 from .hardware import Gpu, Hardware, Processor, find_hardware, shipped_hardware
 from .model_shapes import DEFAULT_SHAPE, SHAPES, Layer, Model, Shape, file_model, shape_model
+from .placement import PlacementLayer, PlacementProblem, place_greedy
 from .terminal import note_once
 
-GROUP = 64  # neurons that are placed together (PowerInfer, SOSP'24, 6.3.3)
 # GPU memory that no weight can have: CUDA's context and llama.cpp's compute buffers. An assumption.
 RESERVED_BYTES = 2**30
 
@@ -85,79 +81,20 @@ class Bar:
     n_hot: tuple[int, ...]
 
 
-@dataclass(frozen=True, eq=False)
-class PlacementLayer:
-    """One layer's neurons, as they are placed.
-
-    Attributes:
-        n_ff: neurons.
-        frequency: (n_ff,) share of tokens in which a neuron is active, hot first.
-        neuron_bytes: that a hot neuron takes on the GPU.
-        cpu: (neuron_s, active_s): seconds per neuron, and per active neuron, on the CPU.
-        gpu: the same on the GPU.
-        sync_s: seconds for handing a token over and back, when the layer has hot neurons.
-    """
-
-    n_ff: int
-    frequency: np.ndarray
-    neuron_bytes: float
-    cpu: tuple[float, float]
-    gpu: tuple[float, float]
-    sync_s: float
-
-    def seconds(self, n_hot: np.ndarray | int, active: np.ndarray | float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Times of one token.
-
-        Args:
-            n_hot: neurons on the GPU.
-            active: expected active ones among them.
-
-        Returns:
-            Of the layer, of its CPU part, of its GPU part without sync_s.
-        """
-        cpu_s = (self.n_ff - n_hot) * self.cpu[0] + (self.frequency.sum() - active) * self.cpu[1]
-        gpu_s = n_hot * self.gpu[0] + active * self.gpu[1]
-        return np.maximum(cpu_s, gpu_s + self.sync_s * (n_hot != 0)), cpu_s, gpu_s
-
-
-def solve(layers: Sequence[PlacementLayer], capacity: float) -> list[int]:
-    """Hot neurons of each layer that save the most time: the best step by seconds per byte, again and again.
+def layer_seconds(layer: PlacementLayer, n_hot: int, active: float) -> tuple[float, float, float]:
+    """Times of one token in one layer, whichever neurons are hot.
 
     Args:
-        layers: what is to be placed.
-        capacity: bytes of GPU memory.
+        layer: the layer.
+        n_hot: neurons on the GPU.
+        active: expected active ones among them.
 
     Returns:
-        Neurons of each layer, whole groups of GROUP, or all.
+        Of the layer, of its CPU part, of its GPU part without sync_s.
     """
-    choices = [np.append(np.arange(0, layer.n_ff, GROUP), layer.n_ff) for layer in layers]
-    active = [np.concatenate([[0.0], np.cumsum(layer.frequency)])[n] for layer, n in zip(layers, choices)]
-    seconds = [layer.seconds(n, a)[0] for layer, n, a in zip(layers, choices, active)]
-    picked = [0] * len(layers)
-    left = capacity
-
-    def best_step(i: int) -> tuple[float, int, int] | None:
-        """(-seconds per byte, layer, choice) of the layer's next step, which may be many groups: the first one pays for sync_s."""
-        k = picked[i]
-        n_bytes = (choices[i][k + 1 :] - choices[i][k]) * layers[i].neuron_bytes
-        n_fit = int(np.searchsorted(n_bytes, left, side="right"))
-        if not n_fit:
-            return None
-        rates = (seconds[i][k] - seconds[i][k + 1 : k + 1 + n_fit]) / n_bytes[:n_fit]
-        best = int(np.argmax(rates))
-        return (-rates[best], i, k + 1 + best) if rates[best] > 0 else None
-
-    steps = [step for i in range(len(layers)) if (step := best_step(i))]
-    heapq.heapify(steps)
-    while steps:
-        _, i, k = heapq.heappop(steps)
-        n_bytes = (choices[i][k] - choices[i][picked[i]]) * layers[i].neuron_bytes
-        if n_bytes <= left:
-            picked[i] = k
-            left -= n_bytes
-        if step := best_step(i):
-            heapq.heappush(steps, step)
-    return [int(n[k]) for n, k in zip(choices, picked)]
+    cpu_s = (layer.n_ff - n_hot) * layer.cpu[0] + (float(layer.frequency.sum()) - active) * layer.cpu[1]
+    gpu_s = n_hot * layer.gpu[0] + active * layer.gpu[1]
+    return max(cpu_s, gpu_s + layer.sync_s * (n_hot != 0)), cpu_s, gpu_s
 
 
 class Machine:
@@ -214,7 +151,7 @@ class Machine:
         return PlacementLayer(
             n_ff=layer.n_ff,
             frequency=layer.frequency,
-            neuron_bytes=self.gpu_neuron_bytes(layer),
+            neuron_bytes=round(self.gpu_neuron_bytes(layer)),
             cpu=self.neuron_cost(layer, self.cpu),
             gpu=self.neuron_cost(layer, self.gpu),
             sync_s=self.gpu.round_trip_s,
@@ -345,7 +282,7 @@ def _by_neurons(model: Model, machine: Machine, capacity: float, name: str, *, s
     layers = [machine.placement_layer(layer) for layer in model.layers]
     left = capacity - token.gpu_bytes
     if solved:
-        n_hot = solve(layers, left)
+        n_hot = place_greedy(PlacementProblem(tuple(layers), (max(0, int(left)),))).n_hot
         active = [float(layer.frequency[:n].sum()) for layer, n in zip(layers, n_hot)]
     else:
         all_bytes = sum(layer.n_ff * layer.neuron_bytes for layer in layers)
@@ -353,7 +290,7 @@ def _by_neurons(model: Model, machine: Machine, capacity: float, name: str, *, s
         n_hot = [int(part * layer.n_ff) for layer in layers]
         active = [part * float(layer.frequency.sum()) for layer in layers]
     for layer, n, n_active in zip(layers, n_hot, active):
-        layer_s, cpu_s, gpu_s = layer.seconds(n, n_active)
+        layer_s, cpu_s, gpu_s = layer_seconds(layer, n, n_active)
         token.seconds += layer_s
         token.cpu_s += cpu_s
         token.gpu_s += gpu_s
@@ -543,7 +480,7 @@ def load_model(options: SimulateOptions) -> Model:
     return shape_model(name, shape, row_type, predictor_type, options.n_ctx, options.candidate_density)
 
 
-def budget_bytes(text: str | None, hardware: Hardware) -> float:
+def budget_bytes(text: str | None, hardware: Hardware) -> int:
     """GPU memory that a budget's text allows.
 
     Args:
@@ -557,11 +494,7 @@ def budget_bytes(text: str | None, hardware: Hardware) -> float:
         OptionError: another text.
     """
     memory = hardware.gpus[0].memory_bytes if hardware.gpus else 0
-    found = re.fullmatch(r"(\d+\.?\d*|\.\d+)(G|GB|GiB|M|MB|MiB|%)?", text or "100%")
-    if found is None or (found[2] == "%" and float(found[1]) > 100):
-        raise OptionError(f"vram-budget: {text!r}; expected GiB as a plain number, or 8GiB, 512MiB, 75%; change it.")
-    unit = {"M": 2**20, "%": memory / 100}.get((found[2] or "G")[0], 2**30)
-    return float(found[1]) * unit
+    return device_memory("vram-budget", "100%" if text is None else text, memory)
 
 
 def _refuse(text: str) -> None:

@@ -697,11 +697,11 @@ public:
         POWERINFER_TRY(gguf_view::parse(path_, plan_.file->data(), plan_.file->size_bytes(), view_));
         POWERINFER_TRY(read_keys());
         POWERINFER_TRY(read_layer_keys());
-        POWERINFER_TRY(read_placements());
         POWERINFER_TRY(check_tensor_names());
         for (int64_t i = 0; i < plan_.n_layer; i++) {
             POWERINFER_TRY(read_layer_tensors(i));
         }
+        POWERINFER_TRY(read_placements());
         base_model base;
         POWERINFER_TRY(open_base(base_override, base));
         POWERINFER_TRY(check_base(base));
