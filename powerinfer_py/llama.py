@@ -167,6 +167,10 @@ class _PlanModel(internals.LlamaModel):
         load = _to_load.get()
         _to_load.set(None)
         self.plan = load.plan if load is not None else None
+        # What upstream's __del__ looks at.
+        self._exit_stack = contextlib.ExitStack()
+        self.sampler = None
+        self.custom_samplers: list[Any] = []
         self.budget = load.decide(params) if load is not None else None  # params points into it
         if self.plan is None:
             super().__init__(path_model=path_model, params=params, verbose=verbose)
@@ -174,11 +178,8 @@ class _PlanModel(internals.LlamaModel):
         self.path_model = path_model
         self.params = params
         self.verbose = verbose
-        self.sampler = None
-        self.custom_samplers: list[Any] = []
         self.model: int | None = None
         # Freed in the reverse order: contexts (they register themselves here), the model, the plan.
-        self._exit_stack = contextlib.ExitStack()
         self._exit_stack.callback(self.plan.close)
         with _load_progress(path_model, verbose) as progress, suppress_stdout_stderr(disable=verbose):
             self.model = self.plan.load_model(ctypes.addressof(params), progress)

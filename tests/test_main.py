@@ -22,6 +22,8 @@ import pytest
 import tiny_models
 from gguf.scripts.gguf_new_metadata import MetadataDetails, copy_with_new_metadata
 
+from powerinfer_py import _core
+
 TIMEOUT_S = 120
 FIRST_BYTE_TOKEN = 3  # tiny vocabularies: <unk>, <s>, </s>, then the 256 bytes
 BOS, EOS = 1, 2
@@ -144,7 +146,8 @@ def test_help_and_version_go_to_stdout() -> None:
         "--ubatch-size -t --threads -tb --threads-batch -s --seed --temp --top-k --top-p --min-p "
         "--repeat-penalty --repeat-last-n --ignore-eos -i --interactive -cnv --conversation -sys "
         "--system-prompt --no-display-prompt -ngl --gpu-layers --mlock --no-mmap --log-disable -v --verbose "
-        "-h --help --version --sparsity --plan --strict --mapped --vram-budget"
+        "-h --help --version --sparsity --plan --strict --mapped --vram-budget --reset-gpu-index --disable-gpu-index "
+        "--require-split -dev --device --rpc -ts --tensor-split"
     )
     for flag in flags:
         assert re.search(rf"(^|[ ,]){re.escape(flag)}([ ,\n]|$)", result.stdout.decode()), flag
@@ -162,7 +165,8 @@ def test_every_flag_parses(utf8: Path) -> None:
     assert text_of("-m", utf8, "-p", CUE, *short) == UTF8_TEXT.encode()
     long = shlex.split(
         "--n-predict 64 --ctx-size 512 --batch-size 64 --ubatch-size 32 --threads 1 --threads-batch 2 --seed -1 "
-        "--temperature 0 --top_k 0 --gpu-layers auto --log-disable --no-conversation --mapped --vram-budget 75%"
+        "--temperature 0 --top_k 0 --gpu-layers auto --log-disable --no-conversation --mapped --vram-budget 75% "
+        "--reset-gpu-index --disable-gpu-index --device none --tensor-split 3,1"
     )
     assert text_of("--model", utf8, "--prompt", CUE, "--no-display-prompt", *long) == UTF8_TEXT.encode()
     assert text_of("-m", utf8, "--predict", "1", "--temp", "0", "-v").startswith(UTF8_TEXT.encode()[:1])
@@ -175,7 +179,6 @@ def test_every_flag_parses(utf8: Path) -> None:
         (["--no-display-promt"], ["did you mean --no-display-prompt?"]),
         (["--temp=1"], ["write '--temp 1'"]),
         (["--frobnicate-everything"], ["unknown flag", "see --help"]),
-        (["--reset-gpu-index"], ["original PowerInfer"]),
         (["--temp", "abc"], ["--temp: found 'abc'; expected a number"]),
         (["--temp", "nan"], ["--temp: found 'nan'"]),
         (["--temp", ""], ["--temp: found ''"]),
@@ -190,6 +193,10 @@ def test_every_flag_parses(utf8: Path) -> None:
         (["--sparsity", "fast"], ["auto, dense, exact, threshold or predicted"]),
         (["--vram-budget", "8 apples"], ["--vram-budget: found '8 apples'", "8GiB"]),
         (["--vram-budget", "-1"], ["--vram-budget: found '-1'"]),
+        (["--vram-budget", "8,"], ["--vram-budget: found '8,'", "commas"]),
+        (["--vram-budget", "101%"], ["--vram-budget: found '101%'"]),
+        (["--tensor-split", "1,x"], ["--tensor-split: found '1,x'", "3,1"]),
+        (["--tensor-split", "0,0"], ["--tensor-split: found '0,0'"]),
         (["-ngl", "many"], ["auto or all"]),
         (["--temp"], ["--temp: found no value"]),
         (["-f", "no-such-file"], ["-f: found 'no-such-file'", "No such file"]),
@@ -557,17 +564,25 @@ def test_a_plan_of_another_model_is_refused(planned: dict[str, Path], tiny: Path
 
 
 def test_gpu_flags_are_answered(tiny: Path) -> None:
-    if llama_cpp.llama_supports_gpu_offload():
+    if any(device["type"] in ("gpu", "igpu") for device in _core.devices()):
         pytest.skip("this llama.cpp has a GPU device")
     for flags, part in (
-        ("--vram-budget 8GiB", "no GPU part"),
+        ("--vram-budget 8GiB", "FFN split: none, because this llama.cpp has no GPU device"),
         ("-ngl 99", "no GPU device"),
         ("-ngl all", "no GPU device"),
     ):
-        args = ["-m", tiny, "-n", 1, *flags.split()]
+        args = ["-m", tiny, "--sparsity", "dense", "-n", 1, *flags.split()]
         result = run(*args)
         assert result.returncode == 0 and result.stderr.count(part.encode()) == 1
         assert_error(run(*args, "--strict"), part)
+    for flags, part in (
+        ("--require-split", "no VRAM budget was given"),
+        ("--vram-budget 8GiB --require-split", "no GPU device"),
+        ("--vram-budget 0 --require-split", "the VRAM budget is 0"),
+        ("--device CUDA7", "device: found 'CUDA7'; expected a GPU device of this llama.cpp, which has none"),
+        ("--rpc 127.0.0.1:1", "127.0.0.1:1"),
+    ):
+        assert_error(run("-m", tiny, *flags.split()), part)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.99])

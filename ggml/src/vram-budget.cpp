@@ -479,8 +479,7 @@ status budget_decide(ggml_backend_powerinfer_plan_t plan, const std::string & pa
     out.devices = request.devices;
     out.is_cpu_only = request.cpu_only;
     if (request.budget.empty()) {
-        const bool has_gpu = !request.cpu_only && ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_GPU) != nullptr;
-        if (!has_gpu && !request.require_split) {
+        if ((request.cpu_only || !has_gpu_device()) && !request.require_split) {
             return {};
         }
         return without_split(request, out, "no VRAM budget was given; give one, e.g. 8GiB or 75%.", false);
@@ -613,6 +612,10 @@ std::string budget_decision::table() const {
         text += format(" %10.1f", double(gpu.budget_bytes) / mib);
     }
     return text + "\n";
+}
+
+bool has_gpu_device() {
+    return ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_GPU) != nullptr || ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_IGPU) != nullptr;
 }
 
 status find_devices(const std::string & names, budget_request & out) {

@@ -92,6 +92,9 @@ using make_context_params = std::function<llama_context_params(const llama_model
 status budget_decide(ggml_backend_powerinfer_plan_t plan, const std::string & path, const llama_model_params & params,
                      const make_context_params & context_params, const budget_request & request, budget_decision & out);
 
+// Is there a GPU device? llama_supports_gpu_offload says yes for a build with RPC that no server was added to.
+bool has_gpu_device();
+
 // Sets the request's devices by their names, with commas between; "none": cpu_only.
 status find_devices(const std::string & names, budget_request & out);
 

@@ -327,9 +327,9 @@ llama_context_params context_params(const arguments & args, const llama_model * 
 status take_budget(session & s, llama_model_params & params) {
     const arguments & args = s.args;
     const bool asks_for_layers = args.given.count("--gpu-layers") != 0 && args.n_gpu_layers != -1;
-    if (asks_for_layers && args.n_gpu_layers != 0 && !llama_supports_gpu_offload()) {
+    if (asks_for_layers && args.n_gpu_layers != 0 && !has_gpu_device()) {
         status answer =
-            fallback(s, "--gpu-layers: found no GPU device in this llama.cpp; every layer is computed on the CPU; use -ngl 0");
+            fallback(s, "--gpu-layers: found no GPU device; every layer is computed on the CPU; use -ngl 0");
         if (!answer.ok()) {
             return answer;
         }
