@@ -361,7 +361,7 @@ struct split_arguments {
     ggml_backend_powerinfer_split split{};
 
     split_arguments(ggml_backend_powerinfer_plan_t plan, const std::vector<std::string> & names, const std::vector<int64_t> & hot,
-                    const std::optional<std::vector<int32_t>> & device_of, int64_t max_tokens, bool stream)
+                    const std::optional<std::vector<int32_t>> & device_of, int64_t max_tokens, int64_t stream_tokens)
         : n_hot(hot), i_device(device_of.value_or(std::vector<int32_t>())) {
         const size_t n_layer = static_cast<size_t>(ggml_backend_powerinfer_plan_n_layer(plan));
         const auto check_length = [&](const char * name, size_t n) {
@@ -385,14 +385,14 @@ struct split_arguments {
         split.n_hot = n_hot.data();
         split.i_device = device_of ? i_device.data() : nullptr;
         split.max_tokens = max_tokens;
-        split.stream = stream;
+        split.stream_tokens = stream_tokens;
     }
 };
 
 void plan_set_split(plan_object & self, const std::vector<std::string> & devices, const std::vector<int64_t> & n_hot,
-                    const std::optional<std::vector<int32_t>> & i_device, int64_t max_tokens, bool stream) {
+                    const std::optional<std::vector<int32_t>> & i_device, int64_t max_tokens, int64_t stream_tokens) {
     const ggml_backend_powerinfer_plan_t plan = self.handle();
-    const split_arguments arguments(plan, devices, n_hot, i_device, max_tokens, stream);
+    const split_arguments arguments(plan, devices, n_hot, i_device, max_tokens, stream_tokens);
     char error[error_size] = "";
     if (!ggml_backend_powerinfer_plan_set_split(plan, &arguments.split, error, sizeof(error))) {
         raise_error("PlanError", error);
@@ -401,9 +401,9 @@ void plan_set_split(plan_object & self, const std::vector<std::string> & devices
 
 std::vector<std::pair<uint64_t, uint64_t>> plan_split_bytes(
     plan_object & self, const std::vector<std::string> & devices, const std::vector<int64_t> & n_hot,
-    const std::optional<std::vector<int32_t>> & i_device, int64_t max_tokens, bool stream) {
+    const std::optional<std::vector<int32_t>> & i_device, int64_t max_tokens, int64_t stream_tokens) {
     const ggml_backend_powerinfer_plan_t plan = self.handle();
-    const split_arguments arguments(plan, devices, n_hot, i_device, max_tokens, stream);
+    const split_arguments arguments(plan, devices, n_hot, i_device, max_tokens, stream_tokens);
     std::vector<uint64_t> rows(devices.size());
     std::vector<uint64_t> scratch(devices.size());
     char error[error_size] = "";
@@ -946,7 +946,7 @@ Args:
 Raises:
     IndexError: i_layer out of range.)")
         .def("set_split", &plan_set_split, "devices"_a, "n_hot"_a, nb::kw_only(), "i_device"_a = nb::none(), "max_tokens"_a = 512,
-             "stream"_a = true,
+             "stream_tokens"_a = 0,
              R"(Say where hot neurons go, before the model is loaded.
 
 Args:
@@ -954,17 +954,18 @@ Args:
     n_hot: (n_layer) neurons of each layer on its device, hot first; 0 for layers not covered.
     i_device: (n_layer) index into devices; None: all 0.
     max_tokens: tokens that the devices' scratch memory is made for (n_ubatch).
-    stream: batches of 32 tokens and more: cold rows are brought to the device and computed there.
+    stream_tokens: batches of so many tokens and more: cold rows are brought to the device and computed there; 0: when the device asks
+        for it (upstream's op_offload); -1: never.
 
 Raises:
     PlanError: it doesn't fit the plan.
     OptionError: no such device, or not one value per layer.)")
         .def("split_bytes", &plan_split_bytes, "devices"_a, "n_hot"_a, nb::kw_only(), "i_device"_a = nb::none(), "max_tokens"_a = 512,
-             "stream"_a = true,
+             "stream_tokens"_a = 0,
              R"(Device memory that a split takes.
 
 Args:
-    devices, n_hot, i_device, max_tokens, stream: as in set_split.
+    devices, n_hot, i_device, max_tokens, stream_tokens: as in set_split.
 
 Returns:
     Per device: bytes of hot rows, bytes of scratch in every context.

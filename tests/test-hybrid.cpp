@@ -21,6 +21,7 @@ namespace {
 constexpr double f32_nmse = 1e-9;
 constexpr double rounded_nmse = 1e-3;
 constexpr int64_t max_tokens = 48;
+constexpr int64_t stream_tokens = 32;
 
 ggml_backend_dev_t fake() { return ggml_backend_dev_by_name("FAKE0"); }
 
@@ -40,10 +41,10 @@ struct split_block {
         gpu.reset();
         store = ggml_store_create(fake());
         const ffn_layer & whole = b.store->layer();
-        CHECK(store->check_layer(0, gpu_layer_shape(whole, n_hot)).ok());
-        CHECK(store->add_layer(0, whole, n_hot, kernels).ok());
-        CHECK(store->memory_bytes() == ggml_rows_bytes(fake(), gpu_layer_shape(whole, n_hot)));
-        layer.reset(new hybrid_layer(0, whole, n_hot, store.get(), streams));
+        CHECK(store->check_layer(0, gpu_layer_shape(whole, n_hot, streams)).ok());
+        CHECK(store->add_layer(0, whole, gpu_layer_shape(whole, n_hot, streams), kernels).ok());
+        CHECK(store->memory_bytes() == ggml_rows_bytes(fake(), gpu_layer_shape(whole, n_hot, streams)));
+        layer.reset(new hybrid_layer(0, whole, n_hot, store.get(), streams ? stream_tokens : 0));
         CHECK(store->make_executor(max_tokens, gpu).ok());
     }
 
@@ -105,7 +106,7 @@ void test_splits(const shape & s, const kernel_table * kernels) {
                     compare_nmse(expected, y, exact_type && !thresholds ? f32_nmse : rounded_nmse);
                     CHECK(result.n_tokens == static_cast<uint64_t>(n_tokens));
                     CHECK(result.dense_bytes > 0 && result.read_bytes > 0);
-                    const bool streamed = streams && n_tokens >= hybrid_stream_tokens;
+                    const bool streamed = streams && n_tokens >= stream_tokens;
                     CHECK(times.gpu_neurons >= static_cast<uint64_t>(n_tokens * n_hot));
                     if (!streamed) {
                         CHECK(times.gpu_neurons == static_cast<uint64_t>(n_tokens * n_hot));
@@ -143,8 +144,8 @@ void test_predicted_stream(const kernel_table * kernels, bool mlp, bool own_r) {
     for (const int64_t n_tokens : {33, 100}) {
         block.gpu.reset();
         block.store = ggml_store_create(fake());
-        CHECK(block.store->add_layer(0, with, 0, kernels).ok());
-        block.layer.reset(new hybrid_layer(0, with, 0, block.store.get(), true));
+        CHECK(block.store->add_layer(0, with, gpu_layer_shape(with, 0, true), kernels).ok());
+        block.layer.reset(new hybrid_layer(0, with, 0, block.store.get(), stream_tokens));
         CHECK(block.store->make_executor(max_tokens, block.gpu).ok());
         const std::vector<float> x = random_values(n_tokens * s.n_embd, 1.0f);
         const std::vector<float> r = random_values(n_tokens * s.n_embd, 1.0f);
@@ -251,12 +252,12 @@ void test_out_of_memory(const kernel_table * kernels) {
     build(s, kernels, b);
     fake_device_set_memory(0, 1 << 20);
     std::unique_ptr<gpu_store> store = ggml_store_create(fake());
-    const status refused = store->add_layer(0, b.store->layer(), s.n_ff, kernels);
+    const status refused = store->add_layer(0, b.store->layer(), gpu_layer_shape(b.store->layer(), s.n_ff, true), kernels);
     CHECK(!refused.ok() && refused.text().find("FAKE0: layer 0: ") == 0 && refused.text().find("VRAM budget") != std::string::npos);
     CHECK(store->memory_bytes() == 0);
     fake_device_set_memory(0, 2 << 20);
     store = ggml_store_create(fake());
-    CHECK(store->add_layer(0, b.store->layer(), 64, kernels).ok());
+    CHECK(store->add_layer(0, b.store->layer(), gpu_layer_shape(b.store->layer(), 64, true), kernels).ok());
     std::unique_ptr<gpu_executor> gpu;
     const status no_scratch = store->make_executor(4096, gpu);
     CHECK(!no_scratch.ok() && gpu == nullptr && no_scratch.text().find("scratch") != std::string::npos);
@@ -269,7 +270,7 @@ void test_unsupported_type(const kernel_table * kernels) {
     built b;
     build(s, kernels, b);
     fake_device_refuse_type(0, "q4_0");
-    const status refused = ggml_store_create(fake())->check_layer(0, gpu_layer_shape(b.store->layer(), 64));
+    const status refused = ggml_store_create(fake())->check_layer(0, gpu_layer_shape(b.store->layer(), 64, true));
     CHECK(!refused.ok() && refused.text().find("q4_0") != std::string::npos);
     fake_device_refuse_type(0, nullptr);
 }

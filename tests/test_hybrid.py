@@ -69,7 +69,7 @@ class Loaded:
         if run.n_hot:
             self.plan.set_split(
                 list(run.devices), list(run.n_hot), i_device=run.i_device and list(run.i_device),
-                max_tokens=run.max_tokens, stream=run.stream,
+                max_tokens=run.max_tokens, stream_tokens=32 if run.stream else -1,
             )  # fmt: skip
             self.plan.set_trace(self.trace.append)
         params = llama_cpp.llama_model_default_params()

@@ -72,7 +72,8 @@ struct ggml_backend_powerinfer_split {
     const int64_t * n_hot;               // (n_layer) neurons of each layer on its device, hot first; 0 for layers not covered
     const int32_t * i_device;            // (n_layer) index into devices; NULL: all 0
     int64_t max_tokens;                  // tokens that the scratch memory is made for (n_ubatch)
-    bool stream;                         // batches of 32 tokens and more: cold rows are brought to the device and computed there
+    int64_t stream_tokens;               // batches of so many tokens and more: cold rows are brought to the device and computed there;
+                                         // 0: when the device asks for it (upstream's op_offload); -1: never
 };
 
 // Sets it, after open and before the model is loaded. false, and one sentence in error, when it doesn't fit the plan.

@@ -1,6 +1,7 @@
 // The device, the plan's buffer type and its buffers, and the C interface of plans. Reads the environment; prints notes.
 #include "device.h"
 
+#include "ggml-cpp.h"
 #include "gguf.h"
 
 #include <sys/mman.h>
@@ -136,45 +137,69 @@ enum ggml_status buffer_init_tensor(ggml_backend_buffer_t buffer, ggml_tensor * 
     return GGML_STATUS_SUCCESS;
 }
 
+// From how many tokens on cold rows are brought to the device; 0: never. wanted: as in ggml-powerinfer.h.
+int64_t stream_tokens_of(ggml_backend_dev_t device, const gpu_layer_shape & shape, int64_t wanted) {
+    if (wanted != 0) {
+        return std::max<int64_t>(wanted, 0);
+    }
+    const ggml_init_params params = {3 * ggml_tensor_overhead(), nullptr, true};
+    for (int64_t n_tokens = 8; n_tokens <= 4096; n_tokens *= 2) {
+        const ggml_context_ptr ctx(ggml_init(params));
+        ggml_tensor * rows = ggml_new_tensor_2d(ctx.get(), static_cast<ggml_type>(shape.first_type), shape.n_embd, shape.n_ff);
+        ggml_tensor * x = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, shape.n_embd, n_tokens);
+        if (ggml_backend_dev_offload_op(device, ggml_mul_mat(ctx.get(), rows, x))) {
+            return n_tokens;
+        }
+    }
+    return 0;
+}
+
 // Makes a split layer's hot part on its device, and frees its rows here. A device that can't compute the layer leaves it to the CPU.
 void split_layer(plan_buffer & buffer, int i_layer) {
     opened_plan * owner = buffer.owner;
     const plan_split & split = owner->split;
     ffn_store & store = *buffer.stores[i_layer];
+    const ffn_layer & layer = store.layer();
     const int64_t n_hot = split.n_hot[i_layer];
-    if (n_hot == 0 && !split.stream) {
-        return;
-    }
-    const ggml_backend_dev_t device = split.devices[split.i_device[i_layer]];
-    const gpu_layer_shape shape(store.layer(), n_hot);
+    const int i_device = split.i_device[i_layer];
+    const ggml_backend_dev_t device = split.devices[i_device];
+    const int64_t wanted = stream_tokens_of(device, gpu_layer_shape(layer, n_hot, true), split.stream_tokens);
     status refusal;
-    for (const bool own_kernels : {true, false}) {
-        std::unique_ptr<gpu_store> & gpu = buffer.gpu_stores[2 * split.i_device[i_layer] + (own_kernels ? 0 : 1)];
-        if (gpu == nullptr) {
-            gpu = own_kernels ? own_store_create(device) : ggml_store_create(device);
-        }
-        if (gpu == nullptr) {
-            continue;  // our kernels aren't for this device
-        }
-        refusal = gpu->check_layer(i_layer, shape);
-        if (!refusal.ok()) {
-            continue;
-        }
-        const status added = gpu->add_layer(i_layer, store.layer(), n_hot, owner->kernels);
-        if (!added.ok()) {
-            owner->fail(added.text());
+    for (const int64_t stream_tokens : {wanted, int64_t(0)}) {
+        if (n_hot == 0 && stream_tokens == 0) {
             return;
         }
-        buffer.hybrids[i_layer].reset(new hybrid_layer(i_layer, store.layer(), n_hot, gpu.get(), split.stream));
-        if (!owner->options.mapped) {
-            store.release_hot(n_hot);
+        const gpu_layer_shape shape(layer, n_hot, stream_tokens > 0);
+        for (const bool own_kernels : {true, false}) {
+            std::unique_ptr<gpu_store> & gpu = buffer.gpu_stores[2 * i_device + (own_kernels ? 0 : 1)];
+            if (gpu == nullptr) {
+                gpu = own_kernels ? own_store_create(device) : ggml_store_create(device);
+            }
+            if (gpu == nullptr) {
+                continue;  // our kernels aren't for this device
+            }
+            const status checked = gpu->check_layer(i_layer, shape);
+            if (!checked.ok()) {
+                refusal = checked;
+                continue;
+            }
+            const status added = gpu->add_layer(i_layer, layer, shape, owner->kernels);
+            if (!added.ok()) {
+                owner->fail(added.text());
+                return;
+            }
+            buffer.hybrids[i_layer].reset(new hybrid_layer(i_layer, layer, n_hot, gpu.get(), stream_tokens));
+            if (!owner->options.mapped) {
+                store.release_hot(n_hot);
+            }
+            return;
         }
-        return;
-    }
-    if (owner->options.strict) {
-        owner->fail(refusal.text());
-    } else {
-        owner->note(refusal.text() + " The layer stays on the CPU.");
+        // A refusal leaves the layer to the CPU, or its prompts to both processors.
+        if (owner->options.strict) {
+            owner->fail(refusal.text());
+            return;
+        }
+        owner->note(refusal.text() + (stream_tokens > 0 ? " Its cold rows stay on the CPU for prompts too." : " The layer stays on the CPU."));
     }
 }
 
@@ -867,7 +892,7 @@ bool ggml_backend_powerinfer_plan_set_split(
         own.i_device.assign(split->i_device, split->i_device + self->data.n_layer);
     }
     own.max_tokens = split->max_tokens;
-    own.stream = split->stream;
+    own.stream_tokens = split->stream_tokens;
     return true;
 }
 
@@ -886,6 +911,7 @@ bool ggml_backend_powerinfer_plan_split_bytes(
         for (int i = 0; i < static_cast<int>(self->data.n_layer); ++i) {
             if (self->data.layers[i].n_ff > 0 && (split->i_device ? split->i_device[i] : 0) == i_device) {
                 shapes.push_back(planned_shape(self->data, i, split->n_hot[i]));
+                shapes.back().streams = stream_tokens_of(split->devices[i_device], shapes.back(), split->stream_tokens) > 0;
                 row_bytes[i_device] += ggml_rows_bytes(split->devices[i_device], shapes.back());
             }
         }

@@ -37,7 +37,7 @@ struct plan_split {
     std::vector<int64_t> n_hot;     // (n_layer)
     std::vector<int> i_device;      // (n_layer)
     int64_t max_tokens = 0;
-    bool stream = true;
+    int64_t stream_tokens = 0;      // as in ggml-powerinfer.h
 };
 
 // Reference-counted: the public handle holds one, every buffer of the plan's type another.

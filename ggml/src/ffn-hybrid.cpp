@@ -25,8 +25,7 @@ status forward_part(const hybrid_layer & layer, gpu_executor & gpu, const ffn_op
                     int n_threads, int64_t n_tokens, const float * x, int64_t ld_x, float * y, int64_t ld_y,
                     ffn_workspace & workspace, ffn_result & result, gpu_result & done, hybrid_times & times, const float * r, int64_t ld_r) {
     const ffn_layer & cold = layer.cold;
-    const bool streams = layer.streams && n_tokens >= hybrid_stream_tokens;
-    if (streams) {
+    if (layer.stream_tokens > 0 && n_tokens >= layer.stream_tokens) {
         const double begin = omp_get_wtime();
         const status streamed = gpu.stream(layer.i_layer, cold, options, n_tokens, x, ld_x, r, ld_r, y, ld_y, done);
         if (!streamed.ok()) {

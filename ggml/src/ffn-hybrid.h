@@ -8,8 +8,6 @@
 
 namespace powerinfer {
 
-constexpr int64_t hybrid_stream_tokens = 32;  // from here on cold rows are brought to the device; upstream's limit for its own
-
 // When the parts of a block ran, omp_get_wtime. A part that there wasn't has begin == end == 0.
 struct hybrid_times {
     double cpu_begin_s = 0.0;
@@ -33,11 +31,11 @@ struct hybrid_layer {
     int i_layer = -1;
     int64_t n_hot = 0;
     gpu_store * store = nullptr;
-    bool streams = true;  // whole blocks go to the device for batches of hybrid_stream_tokens and more
-    ffn_layer cold;       // the rest, in host memory
+    int64_t stream_tokens = 0;  // batches of so many tokens and more are computed by the device alone; 0: none
+    ffn_layer cold;             // the rest, in host memory
 
-    hybrid_layer(int i_layer, const ffn_layer & layer, int64_t n_hot, gpu_store * store, bool streams)
-        : i_layer(i_layer), n_hot(n_hot), store(store), streams(streams), cold(ffn_without_hot(layer, n_hot)) {}
+    hybrid_layer(int i_layer, const ffn_layer & layer, int64_t n_hot, gpu_store * store, int64_t stream_tokens)
+        : i_layer(i_layer), n_hot(n_hot), store(store), stream_tokens(stream_tokens), cold(ffn_without_hot(layer, n_hot)) {}
 };
 
 // As ffn_forward. max_tokens: what `gpu` was made for. A batch that is cut into parts must not have y over x.

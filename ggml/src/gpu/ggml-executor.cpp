@@ -174,6 +174,14 @@ ggml_type staged_down_type(ggml_backend_dev_t device, const gpu_layer_shape & sh
     return converts ? type : GGML_TYPE_F16;
 }
 
+// Down rows [n_embd, n] as floats [n, n_embd].
+ggml_tensor * transposed_floats(ggml_context * ctx, ggml_tensor * rows) {
+    if (!ggml_is_quantized(rows->type)) {
+        return ggml_cast(ctx, ggml_transpose(ctx, rows), rows->type);
+    }
+    return ggml_cast(ctx, ggml_transpose(ctx, ggml_cast(ctx, rows, GGML_TYPE_F32)), GGML_TYPE_F16);
+}
+
 struct device_layer {
     gpu_layer_shape shape;
     bool gated = true;
@@ -216,7 +224,7 @@ public:
     explicit ggml_store(ggml_backend_dev_t device) : device_(device) {}
 
     status check_layer(int i_layer, const gpu_layer_shape & shape) const override;
-    status add_layer(int i_layer, const ffn_layer & layer, int64_t n_hot, const kernel_table * kernels) override;
+    status add_layer(int i_layer, const ffn_layer & layer, const gpu_layer_shape & shape, const kernel_table * kernels) override;
     size_t memory_bytes() const override { return memory_bytes_; }
     status make_executor(int64_t max_tokens, std::unique_ptr<gpu_executor> & out) override;
 
@@ -246,6 +254,13 @@ status ggml_store::check_layer(int i_layer, const gpu_layer_shape & shape) const
             return status::error(where_text(device_, i_layer) + ": rows are " + ggml_type_name(type_of(type)) +
                                  "; expected a type that the device multiplies; convert the model to q4_0, q8_0 or f16.");
         }
+    }
+    const ggml_type brought = staged_down_type(device_, shape);
+    ggml_tensor * down = transposed_floats(ctx.get(), ggml_new_tensor_2d(ctx.get(), brought, shape.n_embd, 64));
+    if (shape.streams && !ggml_backend_dev_supports_op(device_, down)) {
+        return status::error(where_text(device_, i_layer) + ": down rows of type " + ggml_type_name(type_of(shape.down_type)) +
+                             " can't be transposed there; expected a device that converts " + ggml_type_name(brought) + " to " +
+                             ggml_type_name(down->type) + "; turn op_offload off.");
     }
     return {};
 }
@@ -298,9 +313,10 @@ void upload_transposed(const row_matrix & down, int64_t n, const kernel_table * 
     }
 }
 
-status ggml_store::add_layer(int i_layer, const ffn_layer & layer, int64_t n_hot, const kernel_table * kernels) {
+status ggml_store::add_layer(int i_layer, const ffn_layer & layer, const gpu_layer_shape & shape, const kernel_table * kernels) {
+    const int64_t n_hot = shape.n_hot;
     device_layer self;
-    self.shape = gpu_layer_shape(layer, n_hot);
+    self.shape = shape;
     self.gated = layer.gated;
     self.activation_param = layer.activation_param;
     self.staged_down = staged_down_type(device_, self.shape);
@@ -788,9 +804,7 @@ status ggml_executor::stream(int i_layer, const ffn_layer & cold, const ffn_opti
         w.second_bias = options.add_biases && !cold.second_bias.empty() ? floats() : nullptr;
         w.down_norm = options.product_limit() > 0.0f ? floats() : nullptr;
         // Transposed on the device: as many bytes cross the bus as the rows have.
-        ggml_tensor * down = ggml_is_quantized(w.down->type) ? ggml_cast(ctx.get(), w.down, GGML_TYPE_F32) : w.down;
-        const ggml_type product_type = ggml_is_quantized(w.down->type) ? GGML_TYPE_F16 : w.down->type;
-        down = ggml_cast(ctx.get(), ggml_transpose(ctx.get(), down), product_type);
+        ggml_tensor * down = transposed_floats(ctx.get(), w.down);
         ggml_tensor * values = neuron_values(ctx.get(), w, layer.gated, options, layer.activation_param, cold.predictor_threshold, x_in, hidden);
         ggml_tensor * sum = ggml_mul_mat(ctx.get(), down, values);
         error = add_to(std::move(ctx), sum, y_sum, first == 0 && layer.shape.n_hot == 0, [&]() -> status {
@@ -865,10 +879,10 @@ status ggml_store::make_executor(int64_t max_tokens, std::unique_ptr<gpu_executo
 
 std::unique_ptr<gpu_store> ggml_store_create(ggml_backend_dev_t device) { return std::unique_ptr<gpu_store>(new ggml_store(device)); }
 
-gpu_layer_shape::gpu_layer_shape(const ffn_layer & layer, int64_t n_hot)
+gpu_layer_shape::gpu_layer_shape(const ffn_layer & layer, int64_t n_hot, bool streams)
     : n_embd(layer.n_embd), n_ff(layer.n_ff), n_hot(n_hot), rank(layer.fc1.n_rows), first_type(layer.first.row_type),
       second_type(layer.gated ? layer.second.row_type : -1), down_type(layer.down.row_type), has_first_bias(!layer.first_bias.empty()),
-      has_second_bias(!layer.second_bias.empty()) {}
+      has_second_bias(!layer.second_bias.empty()), streams(streams) {}
 
 size_t ggml_neuron_bytes(const gpu_layer_shape & shape) {
     size_t bytes = sizeof(float) * (1 + shape.has_first_bias + shape.has_second_bias);
@@ -900,7 +914,7 @@ size_t ggml_scratch_bytes(ggml_backend_dev_t device, const std::vector<gpu_layer
         const size_t rows = n * (staged_neuron_bytes(shape, staged_down) + (2 * shape.n_embd + 3) * sizeof(float));  // down also as floats, and transposed
         const size_t group = rows + 5 * n * token_bytes + shape.n_embd * token_bytes;
         const size_t predictor = shape.rank * (shape.n_embd * sizeof(float) + token_bytes);
-        bytes = std::max(bytes, 3 * shape.n_embd * token_bytes + predictor + std::max(hot, group));
+        bytes = std::max(bytes, 3 * shape.n_embd * token_bytes + (shape.streams ? predictor + std::max(hot, group) : hot));
     }
     return bytes + max_tensors * 2 * alignment_bytes;
 }

@@ -35,9 +35,10 @@ struct gpu_layer_shape {
     int down_type = -1;    // of neuron-major down rows
     bool has_first_bias = true;
     bool has_second_bias = true;
+    bool streams = true;   // gpu_executor::stream will be called
 
     gpu_layer_shape() = default;
-    gpu_layer_shape(const ffn_layer & layer, int64_t n_hot);
+    gpu_layer_shape(const ffn_layer & layer, int64_t n_hot, bool streams);
 };
 
 class gpu_executor;
@@ -51,8 +52,7 @@ public:
     virtual status check_layer(int i_layer, const gpu_layer_shape & shape) const = 0;
 
     // Uploads a layer's positions 0 .. n_hot - 1, once, while the model loads. The host rows may go afterwards.
-    // n_hot 0: cold rows are streamed to the device only (gpu_executor::stream).
-    virtual status add_layer(int i_layer, const ffn_layer & layer, int64_t n_hot, const kernel_table * kernels) = 0;
+    virtual status add_layer(int i_layer, const ffn_layer & layer, const gpu_layer_shape & shape, const kernel_table * kernels) = 0;
 
     virtual size_t memory_bytes() const = 0;  // of the rows, on the device
 
