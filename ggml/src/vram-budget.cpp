@@ -386,6 +386,7 @@ status place_neurons(ggml_backend_powerinfer_plan_t plan, const float * tensor_s
     out.share_neurons = placed.share_neurons;
     out.share_activations = placed.share_activations;
     out.cpu.predictor_bytes = placed.predictor_bytes;
+    out.cpu.ffn_bytes = 0;
     has_room = false;
     for (int i = 0; i < out.n_layer; ++i) {
         has_room |= n_ff[i] > 0 && request.capacity_bytes[out.i_device[i]] >= uint64_t(std::min(n_ff[i], placement_group)) * neuron_bytes[i];
@@ -429,7 +430,7 @@ status describe(ggml_backend_powerinfer_plan_t plan, const std::string & path, c
         return {};
     }
     if (has_room) {
-        return without_split(request, out, "handing a token over would take longer than the CPU does; dense blocks on the GPU: " + blocks + ".",
+        return without_split(request, out, "handing tokens over would take longer than the CPU's work on the neurons that fit; dense blocks on the GPU: " + blocks + ".",
                              false);
     }
     if (out.n_gpu_layers == 0 && !request.has_n_gpu_layers) {
@@ -530,7 +531,7 @@ status budget_decide(ggml_backend_powerinfer_plan_t plan, const std::string & pa
     }
     out.is_measured = true;
     out.max_tokens = run.n_ubatch;
-    out.stream = run.op_offload;
+    out.stream_tokens = run.op_offload ? 0 : -1;
     for (size_t i = 0; i < out.gpus.size(); ++i) {
         memory_use & gpu = out.gpus[i];
         gpu.weights_bytes = run.gpus[i].weights_bytes;
@@ -547,6 +548,20 @@ status budget_decide(ggml_backend_powerinfer_plan_t plan, const std::string & pa
     if (plan != nullptr) {
         if (status result = place_neurons(plan, params.tensor_split, request, out, placed, has_room); !result.ok()) {
             return result;
+        }
+        if (!has_room && !request.disable_index && out.stream_tokens == 0) {
+            // Room for groups of cold rows is the larger part of the scratch memory.
+            out.stream_tokens = -1;
+            if (status result = place_neurons(plan, params.tensor_split, request, out, placed, has_room); !result.ok()) {
+                return result;
+            }
+            if (placed.share_neurons > 0.0) {
+                const std::string text = path + ": the VRAM budget has no room to bring cold rows to the GPU for prompts; the CPU computes them.";
+                if (request.strict) {
+                    return status::error(text);
+                }
+                out.notes.push_back(text);
+            }
         }
     }
     return describe(plan, path, request, placed, has_room, out);
@@ -571,7 +586,7 @@ ggml_backend_powerinfer_split budget_decision::split() const {
     split.n_hot = n_hot.data();
     split.i_device = i_device.data();
     split.max_tokens = max_tokens;
-    split.stream = stream;
+    split.stream_tokens = stream_tokens;
     return split;
 }
 

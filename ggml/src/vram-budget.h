@@ -59,7 +59,7 @@ struct budget_decision {
     std::vector<uint64_t> hot_bytes;        // (n_devices) left for rows of hot neurons
     bool is_saved = false;                  // the plan's saved placement
     int64_t max_tokens = 0;                 // n_ubatch
-    bool stream = false;                    // op_offload: prompts bring cold rows to the device
+    int64_t stream_tokens = -1;             // as in ggml-powerinfer.h: 0 as op_offload would, -1 never
     double share_neurons = 0.0;
     double share_activations = 0.0;
     std::vector<memory_use> gpus;
