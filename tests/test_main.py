@@ -582,7 +582,7 @@ def test_gpu_flags_are_answered(tiny: Path) -> None:
         ("--device CUDA7", "device: found 'CUDA7'; expected a GPU device of this llama.cpp, which has none"),
         ("--rpc 127.0.0.1:1", "127.0.0.1:1"),
     ):
-        assert_error(run("-m", tiny, *flags.split()), part)
+        assert_error(run("-m", tiny, "--sparsity", "dense", *flags.split()), part)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.99])

@@ -185,13 +185,14 @@ bool fits(const dry_run & run, const std::vector<memory_use> & gpus) {
 }
 
 // The largest n_gpu_layers below all whose dense blocks fit, and its run; `all` is the run of all layers, which don't.
-status find_layers(measurer & measure, const dry_run & all, budget_decision & decision, dry_run & run) {
-    // One is the output matrix and its buffers; from there to all of them memory grows about evenly.
+// `one` gets the run of one: the output matrix and its buffers. From there to all of them memory grows about evenly.
+status find_layers(measurer & measure, const dry_run & all, budget_decision & decision, dry_run & one, dry_run & run) {
     decision.n_gpu_layers = 1;
-    if (status result = measure.run(run); !result.ok()) {
+    if (status result = measure.run(one); !result.ok()) {
         return result;
     }
-    if (!fits(run, decision.gpus)) {
+    run = one;
+    if (!fits(one, decision.gpus)) {
         decision.n_gpu_layers = 0;
         return measure.run(run);
     }
@@ -199,8 +200,8 @@ status find_layers(measurer & measure, const dry_run & all, budget_decision & de
     int high = all.n_layer + 1;  // doesn't
     int guess = high - 1;
     for (size_t i = 0; i < decision.gpus.size(); ++i) {
-        const double per_layer = (double(all.gpus[i].dense_bytes()) - double(run.gpus[i].dense_bytes())) / all.n_layer;
-        const double room = double(decision.gpus[i].budget_bytes) - double(run.gpus[i].dense_bytes());
+        const double per_layer = (double(all.gpus[i].dense_bytes()) - double(one.gpus[i].dense_bytes())) / all.n_layer;
+        const double room = double(decision.gpus[i].budget_bytes) - double(one.gpus[i].dense_bytes());
         if (per_layer > 0.0) {
             guess = std::min(guess, 1 + int(room / per_layer));
         }
@@ -395,11 +396,18 @@ status place_neurons(ggml_backend_powerinfer_plan_t plan, const float * tensor_s
     return {};
 }
 
-status no_room(const memory_use & gpu, const char * who) {
-    return status::error(format("VRAM budget: found %.1f MiB for %s; %s %.1f MiB (weights %.1f, KV cache %.1f, compute buffers %.1f); give "
-                                "more, a smaller context or batch, or 0 for the CPU alone.",
-                                double(gpu.budget_bytes) / mib, gpu.name.c_str(), who, double(gpu.dense_bytes()) / mib,
-                                double(gpu.weights_bytes) / mib, double(gpu.kv_bytes) / mib, double(gpu.compute_bytes) / mib));
+// The first device that can't hold what `run` needs; the first one at all when each could.
+status no_room(const std::vector<memory_use> & gpus, const dry_run & run, const std::string & what) {
+    size_t i = 0;
+    while (i + 1 < gpus.size() && run.gpus[i].dense_bytes() <= gpus[i].budget_bytes) {
+        ++i;
+    }
+    const memory_use & need = run.gpus[i];
+    return status::error(format("VRAM budget: found %.1f MiB for %s; ", double(gpus[i].budget_bytes) / mib, gpus[i].name.c_str()) + what +
+                         format(" needs %.1f MiB (weights %.1f, KV cache %.1f, compute buffers %.1f); give more, a smaller context or batch, "
+                                "or 0 for the CPU alone.",
+                                double(need.dense_bytes()) / mib, double(need.weights_bytes) / mib, double(need.kv_bytes) / mib,
+                                double(need.compute_bytes) / mib));
 }
 
 // Ends with "FFN split: none, because <reason>".
@@ -409,7 +417,7 @@ status without_split(const budget_request & request, budget_decision & out, cons
     return request.require_split || (is_fallback && request.strict) ? status::error(out.split_text) : status();
 }
 
-// What is on the GPU, in words; an error when that is nothing.
+// What is on the GPU, in words.
 status describe(ggml_backend_powerinfer_plan_t plan, const std::string & path, const budget_request & request,
                 const place_result & placed, bool has_room, budget_decision & out) {
     const bool all_layers = out.n_gpu_layers < 0 || out.n_gpu_layers > out.n_layer;
@@ -432,11 +440,6 @@ status describe(ggml_backend_powerinfer_plan_t plan, const std::string & path, c
     if (has_room) {
         return without_split(request, out, "handing tokens over would take longer than the CPU's work on the neurons that fit; dense blocks on the GPU: " + blocks + ".",
                              false);
-    }
-    if (out.n_gpu_layers == 0 && !request.has_n_gpu_layers) {
-        return no_room(out.gpus[0], plan != nullptr && !request.disable_index
-                                        ? "no layer fits, and no group of neurons with its scratch memory; without them are needed"
-                                        : "no layer fits; without one are needed");
     }
     if (plan == nullptr) {
         return without_split(request, out, path + " has no plan; on the GPU: " + blocks + ".", false);
@@ -523,9 +526,10 @@ status budget_decide(ggml_backend_powerinfer_plan_t plan, const std::string & pa
             return result;
         }
     }
-    const dry_run all = run;
+    dry_run one;
     if (!fits(run, out.gpus) && !request.has_n_gpu_layers) {
-        if (status result = find_layers(measure, all, out, run); !result.ok()) {
+        const dry_run all = run;
+        if (status result = find_layers(measure, all, out, one, run); !result.ok()) {
             return result;
         }
     }
@@ -537,12 +541,12 @@ status budget_decide(ggml_backend_powerinfer_plan_t plan, const std::string & pa
         gpu.weights_bytes = run.gpus[i].weights_bytes;
         gpu.kv_bytes = run.gpus[i].kv_bytes;
         gpu.compute_bytes = run.gpus[i].compute_bytes;
-        if (gpu.dense_bytes() > gpu.budget_bytes) {
-            return no_room(gpu, request.has_n_gpu_layers ? "the number of layers that was asked for needs" : "a model with no layer there needs");
-        }
     }
     out.cpu = run.cpu;
     out.cpu.name = "CPU";
+    if (!fits(run, out.gpus)) {
+        return no_room(out.gpus, run, request.has_n_gpu_layers ? "the number of layers that was asked for" : "prompts alone, with no layer there,");
+    }
     place_result placed;
     bool has_room = false;
     if (plan != nullptr) {
@@ -563,6 +567,9 @@ status budget_decide(ggml_backend_powerinfer_plan_t plan, const std::string & pa
                 out.notes.push_back(text);
             }
         }
+    }
+    if (out.n_gpu_layers == 0 && !request.has_n_gpu_layers && placed.share_neurons == 0.0 && !has_room) {
+        return no_room(out.gpus, one, "no neuron fits, and the output, the first block to go to a GPU,");
     }
     return describe(plan, path, request, placed, has_room, out);
 }
