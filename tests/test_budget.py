@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import io
 import logging
 import re
 import subprocess
@@ -17,9 +18,10 @@ import devices
 import llama_cpp
 import pytest
 
-from powerinfer_py import Llama, _core
+from powerinfer_py import Llama, _core, bench, cli
 from powerinfer_py import format as pi_format
 from powerinfer_py.errors import BudgetError, OptionError
+from powerinfer_py.llama import GpuOptions
 
 MIB = 1 << 20
 GROUP = 64
@@ -378,7 +380,30 @@ def test_models_after_and_beside_each_other(
     assert found == [alone[0], alone[1], alone[1], alone[0]]
 
 
-# --- the native program ---
+# --- run, bench, and the native program ---
+
+
+def run_and_bench(path: Path, plan: Path) -> tuple[int, str, dict[str, int]]:
+    """`powerinfer run`'s exit code and stderr, and what the device held while each engine was benched."""
+    fake = devices.FakeDevices()
+    args = ["run", str(path), "--plan", str(plan), "-p", "abc", "-n", "2", "-c", "256", "--vram-budget", "12MiB"]
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as errors:
+        code = cli.main([*args, "--device", "FAKE0"])
+    held = {}
+    for mode in ("stock", "dense"):
+        fake.reset_stats()
+        options = bench.BenchOptions(
+            str(path), str(plan), (mode,), n_prompt=4, n_gen=2, repeats=1, threads=(1,), gpu=GpuOptions("12MiB")
+        )
+        assert len(bench.measure(options).samples) == 1
+        held[mode] = fake.stats().peak_bytes
+    return code, errors.getvalue(), held
+
+
+def test_run_and_bench_keep_the_budget(model: Path, plan: Path) -> None:
+    code, errors, held = devices.run_in_child(run_and_bench, model, plan)
+    assert code == 0 and "FFN split: " in errors and "memory, MiB           FAKE0        CPU\n" in errors
+    assert all(6 * MIB < n_bytes <= 12 * MIB for n_bytes in held.values()), held
 
 
 def main_run(*args: object, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:

@@ -67,7 +67,7 @@ PUBLIC = """
     typedef void (*llama_log)(enum ggml_log_level level, const char * text, void * user_data);
     enum ggml_type { GGML_TYPE_F32 = 0, GGML_TYPE_F16, GGML_TYPE_Q4_0 = 2, GGML_TYPE_BIG = 1 << 4, GGML_TYPE_COUNT };
     struct llama_model_params { int32_t n_gpu_layers; bool a, * b; float split[4]; };
-    typedef struct llama_batch_item { llama_pos pos; } llama_batch_item;
+    typedef struct llama_batch_item { llama_pos pos = 0; } llama_batch_item;
     LLAMA_API struct llama_model * llama_load(const char * path, struct llama_model_params params);
     DEPRECATED(LLAMA_API int32_t llama_old(void), "use llama_load(x) instead");
     static inline int helper(void) { return 1; }

@@ -1,6 +1,6 @@
 """What another llama-cpp-python release changes for us: `make bump VERSION=x.y.z`. Needs only Python and pip.
 
-Compares its headers with ggml-abi.h and with the declarations that our sources name. Never changes the tree.
+Compares its headers with ggml-abi.h and with the declarations that our sources name, those of llama-abi.h included. Never changes the tree.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ PUBLIC_HEADERS = tuple(
         "ggml/include/ggml-cpu.h",
         "ggml/include/gguf.h",
         "include/llama.h",
+        "src/llama-ext.h",  # not installed; llama-abi.h declares what we use of it
     )
 )
 GGML_CMAKE = UPSTREAM + "ggml/CMakeLists.txt"
@@ -169,7 +170,8 @@ def _value(tokens: list[str], found: Declarations) -> int:
 
 
 def _fields(tokens: list[str]) -> Iterator[tuple[str, str]]:
-    """(name, type) of each member of one declaration: `int a, * b`, `float v[4]`, `void (*f)(int)`."""
+    """(name, type) of each member of one declaration: `int a, * b`, `float v[4]`, `void (*f)(int)`, `int a = 0`."""
+    tokens = tokens[: tokens.index("=")] if "=" in tokens else tokens
     if tokens.count("(") >= 2 and "*" in tokens:
         i = tokens.index("(")
         if tokens[i + 1] == "*":
