@@ -841,6 +841,8 @@ gpu_layer_shape planned_shape(const plan & data, int i_layer, int64_t n_hot) {
     shape.n_ff = layer.n_ff;
     shape.n_hot = n_hot;
     shape.rank = layer.fc1.ne1;
+    shape.fc1_type = layer.fc1.row_type;
+    shape.fc2_type = layer.fc2.row_type;
     shape.first_type = data.gated ? layer.gate_type : layer.up_type;
     shape.second_type = data.gated ? layer.up_type : -1;
     shape.down_type = layer.ffn_down_t.data ? layer.ffn_down_t.row_type : derived_row_type(layer.down_type, data.n_embd);

@@ -244,12 +244,14 @@ std::string where_text(ggml_backend_dev_t device, int i_layer) {
 
 status ggml_store::check_layer(int i_layer, const gpu_layer_shape & shape) const {
     ggml_context_ptr ctx = make_context();
-    ggml_tensor * x = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, shape.n_embd, 1);
-    for (const int type : {shape.first_type, shape.second_type}) {
+    const std::pair<int, int64_t> products[] = {{shape.first_type, shape.n_embd}, {shape.second_type, shape.n_embd},
+                                                {shape.streams ? shape.fc1_type : -1, shape.n_embd}, {shape.streams ? shape.fc2_type : -1, shape.rank}};
+    for (const auto & [type, n] : products) {
         if (type < 0) {
             continue;
         }
-        ggml_tensor * rows = ggml_new_tensor_2d(ctx.get(), type_of(type), shape.n_embd, 64);
+        ggml_tensor * rows = ggml_new_tensor_2d(ctx.get(), type_of(type), n, 64);
+        ggml_tensor * x = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, n, 1);
         if (!ggml_backend_dev_supports_op(device_, ggml_mul_mat(ctx.get(), rows, x))) {
             return status::error(where_text(device_, i_layer) + ": rows are " + ggml_type_name(type_of(type)) +
                                  "; expected a type that the device multiplies; convert the model to q4_0, q8_0 or f16.");
@@ -881,7 +883,8 @@ std::unique_ptr<gpu_store> ggml_store_create(ggml_backend_dev_t device) { return
 
 gpu_layer_shape::gpu_layer_shape(const ffn_layer & layer, int64_t n_hot, bool streams)
     : n_embd(layer.n_embd), n_ff(layer.n_ff), n_hot(n_hot), rank(layer.fc1.n_rows), first_type(layer.first.row_type),
-      second_type(layer.gated ? layer.second.row_type : -1), down_type(layer.down.row_type), has_first_bias(!layer.first_bias.empty()),
+      second_type(layer.gated ? layer.second.row_type : -1), down_type(layer.down.row_type),
+      fc1_type(layer.fc1.row_type), fc2_type(layer.fc2.row_type), has_first_bias(!layer.first_bias.empty()),
       has_second_bias(!layer.second_bias.empty()), streams(streams) {}
 
 size_t ggml_neuron_bytes(const gpu_layer_shape & shape) {

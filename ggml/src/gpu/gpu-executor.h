@@ -33,6 +33,8 @@ struct gpu_layer_shape {
     int first_type = -1;   // ggml_type of gate rows, or of up rows when ungated
     int second_type = -1;  // of up rows when gated
     int down_type = -1;    // of neuron-major down rows
+    int fc1_type = -1;     // of the predictor's rows
+    int fc2_type = -1;
     bool has_first_bias = true;
     bool has_second_bias = true;
     bool streams = true;   // gpu_executor::stream will be called
