@@ -6,6 +6,7 @@
 #include "plan-place.h"
 
 #include <algorithm>
+#include <cctype>
 #include <chrono>
 #include <cmath>
 #include <cstdarg>
@@ -203,7 +204,7 @@ status find_layers(measurer & measure, const dry_run & all, budget_decision & de
         const double per_layer = (double(all.gpus[i].dense_bytes()) - double(one.gpus[i].dense_bytes())) / all.n_layer;
         const double room = double(decision.gpus[i].budget_bytes) - double(one.gpus[i].dense_bytes());
         if (per_layer > 0.0) {
-            guess = std::min(guess, 1 + int(room / per_layer));
+            guess = int(std::min(double(guess), 1.0 + room / per_layer));
         }
     }
     for (int i_try = 0; high - low > 1; ++i_try) {
@@ -438,7 +439,9 @@ status describe(ggml_backend_powerinfer_plan_t plan, const std::string & path, c
         return {};
     }
     if (has_room) {
-        return without_split(request, out, "handing tokens over would take longer than the CPU's work on the neurons that fit; dense blocks on the GPU: " + blocks + ".",
+        return without_split(request, out,
+                             "handing tokens over would take longer than the CPU's work on the neurons that fit; dense blocks on the GPU: " +
+                                 blocks + ".",
                              false);
     }
     if (plan == nullptr) {
