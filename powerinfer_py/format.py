@@ -37,8 +37,8 @@ MAX_DEVICES = 16
 MAX_PLACEMENTS = 64
 # Of the cost model that a saved placement was made by.
 PLACEMENT_VERSION = 1
-# A saved placement still fits when up to this share more than it was made for is available.
-PLACEMENT_SLACK = 0.01
+# A saved placement is still used where up to this share more than it was made for is available: another batch size, flash attention.
+PLACEMENT_SLACK = 0.1
 
 KEYS = {
     "architecture": "general.architecture",

@@ -227,7 +227,7 @@ def test_saved_placement_is_used_again_only_for_the_same_model_statistics_budget
         "down_t": {"ffn_down_t": None},
         "predictor": {"predictor": "none", "fc1": None, "fc2": None},
     }
-    wished = {(10**5,): 0, (10**6,): 1, (10**6 + 9999,): 1, (10**6 - 1,): None, (10**6 + 20000,): None}
+    wished = {(10**5,): 0, (10**6,): 1, (10**6 + 99_999,): 1, (10**6 - 1,): None, (10**6 + 120_000,): None}
     wished.update({(10**7,): None, (10**6, 500): 3, (10**6, 499): None, (0,): None, (): None})
     for name, fields in changed.items():
         layers = (plan.layers[0], dataclasses.replace(layer, **fields), plan.layers[2])

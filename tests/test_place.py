@@ -11,9 +11,11 @@ import types
 from dataclasses import replace
 from pathlib import Path
 
+import devices
 import pytest
 import tiny_models
 
+import powerinfer_py
 from powerinfer_py import _core, cli
 from powerinfer_py import format as pi_format
 from powerinfer_py.errors import OptionError, PlanError
@@ -153,7 +155,8 @@ def test_budget_that_doesnt_hold_the_rest_of_the_model_is_an_empty_split_with_a_
 
 def test_memory_for_hot_neurons_can_be_given(model: Path) -> None:
     plan, base = open_plan(model, None)
-    split = place(plan, base, ONE_GPU, options_of(model, "1"), no_note, [FFN_BYTES // 4])
+    room = place_model.Room((FFN_BYTES // 4,), (0,), (0,) * 4)
+    split = place(plan, base, ONE_GPU, options_of(model, "1"), no_note, room)
     assert sum(split.placement.n_hot) == 256 and split.saved.hot_bytes == (FFN_BYTES // 4,)
 
 
@@ -184,8 +187,10 @@ def test_cold_neurons_that_dont_fit_the_cpu_are_an_error(model: Path) -> None:
     small = replace(ONE_GPU, cpu=replace(CPU, memory_bytes=FFN_BYTES // 2))
     plan, base = open_plan(model, None)
     with pytest.raises(OptionError, match="host memory: the cold neurons don't fit"):
-        place(plan, base, small, options_of(model, "2MiB"), no_note, [FFN_BYTES // 4])
-    split = place(plan, base, small, options_of(model, "2MiB"), no_note, [FFN_BYTES])
+        place(
+            plan, base, small, options_of(model, "2MiB"), no_note, place_model.Room((FFN_BYTES // 4,), (0,), (0,) * 4)
+        )
+    split = place(plan, base, small, options_of(model, "2MiB"), no_note, place_model.Room((FFN_BYTES,), (0,), (0,) * 4))
     assert sum(split.placement.n_hot) > 512
 
 
@@ -247,7 +252,7 @@ def test_machine_is_measured_when_no_hardware_is_named(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     module = types.ModuleType("measure_hardware")
-    module.MeasureOptions = lambda: None
+    module.MeasureOptions = lambda devices: None
     module.measure_hardware = lambda options, steps, note: (ONE_GPU, None)
     monkeypatch.setitem(sys.modules, "powerinfer_py.tools.measure_hardware", module)
     assert cli.main(f"place {model} --vram-budget 2MiB -c 128".split()) == 0
@@ -255,6 +260,26 @@ def test_machine_is_measured_when_no_hardware_is_named(
     module.measure_hardware = lambda options, steps, note: (replace(ONE_GPU, gpus=()), None)
     assert cli.main(f"place {model} --vram-budget 2MiB -c 128".split()) == 1
     assert "no GPU that can be measured" in capsys.readouterr().err
+
+
+def place_save_and_load(model: Path, hardware: Path) -> tuple[tuple[int, ...], str, list[int]]:
+    """What was saved, the line that a load said of it, and hot neurons of its layers."""
+    devices.FakeDevices()
+    assert cli.main(f"place {model} --vram-budget 60MiB --hardware {hardware} -c 256 --save".split()) == 0
+    (saved,) = pi_format.read_plan(pi_format.find_sidecar(model)).placements
+    with powerinfer_py.Llama(str(model), n_ctx=256, vram_budget="60MiB", verbose=False) as llm:
+        return saved.n_hot, llm.memory().split, [layer["n_hot"] for layer in llm._plan.layers()]
+
+
+@pytest.mark.usefixtures("fake_device")
+def test_load_with_the_same_budget_takes_the_saved_split(tmp_path: Path) -> None:
+    path = tiny_models.write_tiny_model(tmp_path / "m.gguf", n_embd=256, n_ff=1024)
+    tiny_models.write_tiny_plan(path, order_seed=1, frequency=True)
+    fake = replace(GPU, name="FAKE0: fake", memory_bytes=100 << 20, round_trip_s=1e-6)
+    hardware = write_hardware(replace(ONE_GPU, gpus=(fake,)), tmp_path / "hw.json")
+    saved, text, loaded = devices.run_in_child(place_save_and_load, path, hardware)
+    assert sum(saved) > 0 and loaded == list(saved)
+    assert "saved" in text
 
 
 def test_model_without_a_plan_or_with_nothing_to_place_is_an_error(

@@ -6,18 +6,23 @@ What the numbers mean and how they are found stands in placement.py; this module
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+# Loads the libraries that _core is linked to.
+import llama_cpp
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from powerinfer_py import _core
 from powerinfer_py import format as pi_format
+from powerinfer_py.bench_report import names
 from powerinfer_py.errors import OptionError, PlanError
 from powerinfer_py.gguf_file import row_type_name
 
@@ -51,6 +56,8 @@ class PlaceOptions:
     base: Path | None = None  # None: where the plan says
     hardware: str | None = None  # a file, or the name of a shipped one; None: measured
     ctx_size: int = 4096
+    device: tuple[str, ...] = ()  # GPUs of this machine, by ggml's names; empty: those that the hardware file names
+    rpc: tuple[str, ...] = ()  # host:port of servers whose devices are GPUs too
     cuda: bool = False  # the device skips inactive hot neurons
     time_limit: float = SolveOptions.time_limit_s
     gap: float = SolveOptions.gap
@@ -58,6 +65,21 @@ class PlaceOptions:
     save: bool = False
     plot: Path | None = None
     strict: bool = False
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a budget leaves for hot neurons.
+
+    Attributes:
+        hot_bytes: per device, memory for hot neurons.
+        dense_bytes: per device, what the rest of the model takes.
+        i_device: (n_layer) device of each layer's hot neurons.
+    """
+
+    hot_bytes: tuple[int, ...]
+    dense_bytes: tuple[int, ...]
+    i_device: tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +122,7 @@ def place(
     hardware: Hardware,
     options: PlaceOptions,
     note: Callable[[str], None],
-    hot_bytes: Sequence[int] | None = None,
+    room: Room | None = None,
 ) -> Split:
     """Places a model's neurons.
 
@@ -110,7 +132,7 @@ def place(
         hardware: the machine; of its GPUs the first are used, as many as there are budgets.
         options: what to do.
         note: receives fallbacks.
-        hot_bytes: per device, memory for hot neurons; None: what `dense_bytes` leaves of the budget.
+        room: as `measured_room` gives it; None: estimated by `dense_bytes`.
 
     Returns:
         The split.
@@ -139,33 +161,72 @@ def place(
                 f"{gpu.name}: the budget is {options.vram_budget[i]}, the memory {_mib(gpu.memory_bytes)}; that is used."
             )
             budget[i] = gpu.memory_bytes
-    i_device = layer_devices(plan.n_layer, budget)
-    dense = dense_bytes(plan, base, options.ctx_size, i_device, n_devices)
-    if hot_bytes is None:
-        hot_bytes = [max(n - n_dense, 0) for n, n_dense in zip(budget, dense)]
-        for gpu, n, n_dense in zip(gpus, budget, dense):
-            if n_dense > n:
-                note(f"{gpu.name}: all but the FFNs takes {_mib(n_dense)} of a budget of {_mib(n)}; no neuron fits.")
+    if room is None:
+        room = _estimated_room(plan, base, options.ctx_size, budget)
+    for gpu, n, n_dense in zip(gpus, budget, room.dense_bytes):
+        if n_dense > n:
+            note(f"{gpu.name}: all but the FFNs takes {_mib(n_dense)} of a budget of {_mib(n)}; no neuron fits.")
     layers = tuple(
-        _layer(plan, base, hardware, i, i_device[i], options, note) if layer.n_ff else _EMPTY
+        _layer(plan, base, hardware, i, room.i_device[i], options, note) if layer.n_ff else _EMPTY
         for i, layer in enumerate(plan.layers)
     )
-    problem = PlacementProblem(layers, tuple(hot_bytes), _host_bytes(plan, base, hardware, layers))
+    problem = PlacementProblem(layers, room.hot_bytes, _host_bytes(plan, base, hardware, layers))
     placement = solve(problem, SolveOptions(options.time_limit, options.gap))
     saved = pi_format.SavedPlacement(
         budget=",".join(options.vram_budget),
         n_ctx=options.ctx_size,
         devices=tuple(gpu.name for gpu in gpus),
-        hot_bytes=tuple(hot_bytes),
+        hot_bytes=room.hot_bytes,
         n_hot=placement.n_hot,
-        i_device=tuple(i_device[:-1]),
+        i_device=room.i_device,
         token_s=placement.token_s,
         gap=placement.gap,
         model_hash=pi_format.model_hash(plan),
         statistics_hash=pi_format.statistics_hash(plan),
     )
-    dense_s = sum(n / gpu.bandwidth_bytes_s for n, gpu in zip(dense, gpus))
-    return Split(problem, placement, saved, tuple(budget), tuple(dense), dense_s)
+    dense_s = sum(n / gpu.bandwidth_bytes_s for n, gpu in zip(room.dense_bytes, gpus))
+    return Split(problem, placement, saved, tuple(budget), room.dense_bytes, dense_s)
+
+
+def measured_room(
+    plan: pi_format.Plan, base: pi_format.BaseModel, devices: Sequence[str], options: PlaceOptions
+) -> Room:
+    """What a budget leaves for hot neurons on devices of this machine, by a dry run of llama.cpp.
+
+    Args:
+        plan: the plan.
+        base: its base model.
+        devices: names, one per budget.
+        options: budget and context.
+
+    Returns:
+        The room, as a load with that budget and context has it.
+
+    Raises:
+        OptionError: a budget that can't be read.
+        BudgetError: the model doesn't fit.
+    """
+    model_params = llama_cpp.llama_model_default_params()
+    context_params = llama_cpp.llama_context_default_params()
+    context_params.n_ctx = options.ctx_size
+    # What Llama defaults to. Without flash attention graphs need more memory: what fits then fits with it.
+    context_params.n_batch = context_params.n_ubatch = 512
+    context_params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    path = str(base.files[0].path)
+    with _core.Plan.open(plan.path, None if plan.base_size else path, note=lambda text: None) as opened:
+        budget = _core.plan_budget(
+            opened, path, ctypes.addressof(model_params), ctypes.addressof(context_params),
+            budget=",".join(options.vram_budget), device=",".join(devices), reset_index=True,
+        )  # fmt: skip
+    dense = tuple(gpu["budget_bytes"] - n for gpu, n in zip(budget.gpus, budget.hot_bytes))
+    return Room(tuple(budget.hot_bytes), dense, tuple(budget.i_device))
+
+
+def _estimated_room(plan: pi_format.Plan, base: pi_format.BaseModel, n_ctx: int, budget: Sequence[int]) -> Room:
+    i_device = layer_devices(plan.n_layer, budget)
+    dense = dense_bytes(plan, base, n_ctx, i_device, len(budget))
+    hot = tuple(max(n - n_dense, 0) for n, n_dense in zip(budget, dense))
+    return Room(hot, tuple(dense), tuple(i_device[:-1]))
 
 
 def layer_devices(n_layer: int, budget: Sequence[int]) -> list[int]:
@@ -443,6 +504,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"the machine: a hardware file, or one of {', '.join(shipped_hardware())} (default: measured now)",
     )
     parser.add_argument(
+        "--device", type=names, default=(), metavar="NAME", help="GPUs by ggml's name, e.g. CUDA0,CUDA1"
+    )
+    parser.add_argument("--rpc", type=names, default=(), metavar="HOST:PORT", help="GPUs of ggml RPC servers")
+    parser.add_argument(
         "-c",
         "--ctx-size",
         type=count_of,
@@ -489,8 +554,16 @@ def run(args: argparse.Namespace) -> int:
         need_packages("plot", "plot", "matplotlib")
     plan, base = open_plan(options.model, options.base)
     note = _strict_note if options.strict else note_once()
-    hardware = find_hardware(options.hardware) if options.hardware is not None else _measured(note)
-    split = place(plan, base, hardware, options, note)
+    for address in options.rpc:
+        _core.add_rpc_server(address)
+    hardware = find_hardware(options.hardware) if options.hardware is not None else _measured(options, note)
+    devices = _devices_here(hardware, options)
+    if not devices:
+        note(
+            f"{hardware.name}: its GPUs aren't those of this machine; the memory beside the FFNs is estimated, "
+            "and a load places anew where it finds less or more."
+        )
+    split = place(plan, base, hardware, options, note, measured_room(plan, base, devices, options) if devices else None)
     if options.outfile is not None:
         write_split(split, plan, options.outfile)
     if options.plot is not None:
@@ -527,11 +600,19 @@ def open_plan(model: Path, base: Path | None) -> tuple[pi_format.Plan, pi_format
     return plan, plan.open_base(base)
 
 
-def _measured(note: Callable[[str], None]) -> Hardware:
+def _devices_here(hardware: Hardware, options: PlaceOptions) -> tuple[str, ...]:
+    """Names of the GPUs to place on, one per budget; none when they aren't in this machine."""
+    here = [item["name"] for item in _core.devices() if item["type"] in ("gpu", "igpu")]
+    wanted = options.device or tuple(gpu.name.split(":")[0] for gpu in hardware.gpus)
+    wanted = wanted[: len(options.vram_budget)]
+    return wanted if set(wanted) <= set(here) and len(wanted) == len(options.vram_budget) else ()
+
+
+def _measured(options: PlaceOptions, note: Callable[[str], None]) -> Hardware:
     from .measure_hardware import MeasureOptions, measure_hardware
 
     with progress_steps() as steps:
-        hardware, _ = measure_hardware(MeasureOptions(), steps, note)
+        hardware, _ = measure_hardware(MeasureOptions(devices=options.device), steps, note)
     if not hardware.gpus:
         raise OptionError(
             "hardware: this machine has no GPU that can be measured; expected one, or a hardware file; pass --hardware."

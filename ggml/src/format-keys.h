@@ -13,7 +13,7 @@ inline constexpr unsigned max_block_count = 4096;
 inline constexpr unsigned max_devices = 16;
 inline constexpr unsigned max_placements = 64;
 inline constexpr unsigned placement_version = 1;
-inline constexpr double placement_slack = 0.01;
+inline constexpr double placement_slack = 0.1;
 
 inline constexpr char key_architecture[] = "general.architecture";
 inline constexpr char key_alignment[] = "general.alignment";

@@ -10,7 +10,7 @@ namespace powerinfer {
 
 namespace {
 
-// Data sheets: two channels of DDR5, a GPU with 16 GB; a synchronisation as measured over PCIe 4.
+// Data sheets: two channels of DDR5, a GPU with 16 GB. The synchronisation is an assumption.
 constexpr double cpu_bytes_s = 7e10;
 constexpr double gpu_bytes_s = 7e11;
 constexpr double sync_s = 2e-5;
