@@ -588,9 +588,9 @@ void test_find_placement(const test_folder & folder) {
     saved.model_hash = plan_model_hash(read);
     saved.statistics_hash = plan_statistics_hash(read);
     CHECK(plan_find_placement(read, {1000000, 0}) == &saved);
-    CHECK(plan_find_placement(read, {1010000, 0}) == &saved);
+    CHECK(plan_find_placement(read, {1100000, 0}) == &saved);
     for (const std::vector<uint64_t> & other :
-         {std::vector<uint64_t>{999999, 0}, {1020000, 0}, {1000000, 1}, {1000000}, {1000000, 0, 0}, {}}) {
+         {std::vector<uint64_t>{999999, 0}, {1120000, 0}, {1000000, 1}, {1000000}, {1000000, 0, 0}, {}}) {
         CHECK(!plan_find_placement(read, other));
     }
     saved.version++;
