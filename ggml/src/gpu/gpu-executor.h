@@ -5,70 +5,95 @@
 
 #include "ggml-backend.h"
 
+#include <cstddef>
+#include <cstdint>
 #include <memory>
-#include <string>
+#include <vector>
 
 namespace powerinfer {
 
-// Weights of one layer that a device holds: positions 0 .. n_hot - 1, hot first.
-struct gpu_layer_shape {
-    int64_t n_embd = 0;
-    int64_t n_hot = 0;
-    bool gated = true;
-    int first_type = -1;  // ggml_type of the rows: gate, or up when ungated
-    int second_type = -1;  // up when gated
-    int down_type = -1;    // of the neuron-major rows
-    bool has_biases = false;
-};
-
 // What a device did for one block.
 struct gpu_result {
-    double begin_s = 0.0;     // omp_get_wtime: its work began (a device that queues: was handed over)
-    double end_s = 0.0;       // its result was in host memory
-    uint64_t copied_bytes = 0;  // between host and device, both ways
-    uint64_t n_candidates = 0;  // gate rows computed, summed over tokens
-    uint64_t n_active = 0;      // down rows used, summed over tokens
-    uint64_t read_bytes = 0;    // weight bytes that the device read
+    double begin_s = 0.0;        // omp_get_wtime: its work began (a device that queues: was handed over)
+    double end_s = 0.0;          // its result was in host memory
+    uint64_t copied_bytes = 0;   // between host and device, both ways
+    uint64_t n_candidates = 0;   // gate rows computed, summed over tokens
+    uint64_t n_active = 0;       // down rows used, summed over tokens
+    uint64_t read_bytes = 0;     // weight bytes that the device read, rows that tokens share once
+};
+
+// A layer's matrices, as far as memory on a device is concerned.
+struct gpu_layer_shape {
+    int64_t n_embd = 0;
+    int64_t n_ff = 0;
+    int64_t n_hot = 0;
+    int64_t rank = 0;      // of the predictor; 0: none
+    int first_type = -1;   // ggml_type of gate rows, or of up rows when ungated
+    int second_type = -1;  // of up rows when gated
+    int down_type = -1;    // of neuron-major down rows
+    bool has_first_bias = true;
+    bool has_second_bias = true;
+
+    gpu_layer_shape() = default;
+    gpu_layer_shape(const ffn_layer & layer, int64_t n_hot);
 };
 
 class gpu_executor;
 
-// The hot rows of a model on one device; shared by the executors of all its contexts.
+// The hot rows of a model on one device; shared by the executors of all its contexts, and outlives them.
 class gpu_store {
 public:
     virtual ~gpu_store() = default;
 
+    // Can this device compute the layer? An error that names what it can't.
+    virtual status check_layer(int i_layer, const gpu_layer_shape & shape) const = 0;
+
     // Uploads a layer's positions 0 .. n_hot - 1, once, while the model loads. The host rows may go afterwards.
+    // n_hot 0: cold rows are streamed to the device only (gpu_executor::stream).
     virtual status add_layer(int i_layer, const ffn_layer & layer, int64_t n_hot, const kernel_table * kernels) = 0;
 
-    virtual size_t memory_bytes() const = 0;  // on the device
+    virtual size_t memory_bytes() const = 0;  // of the rows, on the device
 
     // An executor on these rows. max_tokens: batches above it are computed in parts.
     virtual status make_executor(int64_t max_tokens, std::unique_ptr<gpu_executor> & out) = 0;
 };
 
-// One per device and llama context: start and finish come in pairs, from one thread at a time.
+// One per device and llama context, used from one thread at a time.
 class gpu_executor {
 public:
     virtual ~gpu_executor() = default;
 
-    // Begins a layer's hot part for all tokens and returns; x may be overwritten afterwards.
-    // x: (n_tokens, n_embd) f32, rows ld_x floats apart.
-    virtual status start(int i_layer, const ffn_options & options, int64_t n_tokens, const float * x, int64_t ld_x) = 0;
+    // Begins a layer's hot part for at most max_tokens tokens and returns; x may be overwritten afterwards.
+    // x: (n_tokens, n_embd) f32, rows ld_x floats apart. r (n_tokens, n_embd): what the predictor reads.
+    virtual status start(int i_layer, const ffn_options & options, int64_t n_tokens, const float * x, int64_t ld_x, const float * r,
+                         int64_t ld_r) = 0;
 
     // Waits for what start began, and adds it to y: (n_tokens, n_embd) f32, rows ld_y floats apart.
     virtual status finish(float * y, int64_t ld_y, gpu_result & result) = 0;
 
-    // All of a block on the device, for batches: the hot part, and the cold rows streamed to it in groups.
-    // y = what the block adds, without the down bias. cold: the layer without its hot positions.
+    // A whole block of at most max_tokens tokens on the device: the hot part, and the cold rows brought to it in groups.
+    // y = all that the block gives but the down bias. cold: the layer without its hot positions, in host memory.
+    // r (n_tokens, n_embd): what the predictor reads.
     virtual status stream(int i_layer, const ffn_layer & cold, const ffn_options & options, int64_t n_tokens, const float * x,
-                          int64_t ld_x, float * y, int64_t ld_y, gpu_result & result) = 0;
+                          int64_t ld_x, const float * r, int64_t ld_r, float * y, int64_t ld_y, gpu_result & result) = 0;
+
+    // One matrix alone, for blocks that run op by op. gate, up: out (n_tokens, n_hot) = products of x (n_tokens, n_embd) with
+    // the hot rows. down: out (n_tokens, n_embd) = sum of the hot rows, weighted by x (n_tokens, n_hot).
+    virtual status multiply(int i_layer, ffn_role role, int64_t n_tokens, const float * x, int64_t ld_x, float * out, int64_t ld_out) = 0;
+
+    virtual size_t memory_bytes() const = 0;  // scratch, on the device
 };
 
-// The store on any ggml device of type GPU (ggml-executor.cpp), or on a CUDA device with our kernels (cuda-executor.cu).
-status ggml_store_create(ggml_backend_dev_t device, std::unique_ptr<gpu_store> & out);
+// Any ggml device of type GPU (ggml-executor.cpp). Hot gate and up rows are kept as they are, down is kept transposed: floats
+// as they are, quantized rows as Q8_0 along the neurons. Every hot neuron is computed.
+std::unique_ptr<gpu_store> ggml_store_create(ggml_backend_dev_t device);
+size_t ggml_neuron_bytes(const gpu_layer_shape & shape);  // of one hot neuron on a device
+size_t ggml_rows_bytes(ggml_backend_dev_t device, const gpu_layer_shape & shape);  // of all hot neurons
+size_t ggml_scratch_bytes(ggml_backend_dev_t device, const std::vector<gpu_layer_shape> & shapes, int64_t max_tokens);
+
 #if defined(POWERINFER_CUDA)
-status cuda_store_create(ggml_backend_dev_t device, std::unique_ptr<gpu_store> & out);
+// A CUDA device with our kernels (cuda-executor.cu): rows are kept as they are, inactive neurons are skipped.
+std::unique_ptr<gpu_store> cuda_store_create(ggml_backend_dev_t device);
 #endif
 
 }  // namespace powerinfer
