@@ -31,6 +31,8 @@ struct gpu_layer_shape {
     int first_type = -1;   // ggml_type of gate rows, or of up rows when ungated
     int second_type = -1;  // of up rows when gated
     int down_type = -1;    // of neuron-major down rows
+    int fc1_type = -1;     // of the predictor's rows; -1: none, or not known
+    int fc2_type = -1;
     bool has_first_bias = true;
     bool has_second_bias = true;
 
@@ -94,6 +96,9 @@ size_t ggml_scratch_bytes(ggml_backend_dev_t device, const std::vector<gpu_layer
 #if defined(POWERINFER_CUDA)
 // A CUDA device with our kernels (cuda-executor.cu): rows are kept as they are, inactive neurons are skipped.
 std::unique_ptr<gpu_store> cuda_store_create(ggml_backend_dev_t device);
+size_t cuda_neuron_bytes(const gpu_layer_shape & shape);  // as above; predictor rows of an unknown type: 4 bytes per value
+size_t cuda_rows_bytes(const gpu_layer_shape & shape);
+size_t cuda_scratch_bytes(const std::vector<gpu_layer_shape> & shapes, int64_t max_tokens);
 #endif
 
 }  // namespace powerinfer
