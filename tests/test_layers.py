@@ -45,6 +45,10 @@ LEVELS = {
     "ffn-batch.h": 2,
     "ffn-batch.cpp": 2,
     "ffn-tiles.cpp": 2,
+    "gpu/gpu-executor.h": 2,
+    "gpu/cuda-kernels.cuh": 1,
+    "gpu/cuda-kernels.cu": 1,
+    "gpu/cuda-executor.cu": 2,
     "kernel-bench.h": 2,
     "kernel-bench.cpp": 2,
     "device.h": 3,
@@ -117,7 +121,9 @@ def test_only_model_load_knows_llama_h() -> None:
     assert knows == {"model-load.h"}
 
 
-@pytest.mark.parametrize("path", cpp_files(SOURCES / "kernels"), ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "path", [*cpp_files(SOURCES / "kernels"), *(SOURCES / "gpu").glob("cuda-kernels.*")], ids=lambda p: p.name
+)
 def test_kernels_know_neither_ggml_nor_python(path: Path) -> None:
     for include in includes(path):
         assert not re.match(r"ggml|gguf|llama|Python|nanobind|omp", include), f"{path.name} includes {include}"
