@@ -32,13 +32,14 @@ cublas_arguments() {
 }
 
 prepare() {
-    local arch=$1 out root python work site wheels pin toolkit
+    local arch=$1 out root python work site wheels pin toolkit bytes
     [[ $arch =~ ^[0-9]+a?$ ]] || die "--prepare: architecture is '$arch'; expected a number such as 75, 89, 90 or 120; see nvidia.com/cuda-gpus."
     out=$(realpath -m "$2")
     command -v nvcc > /dev/null || die "--prepare: found no nvcc; expected CUDA 12.8 or newer in PATH; install the CUDA toolkit."
     root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
     work=$(mktemp -d)
-    trap 'rm -rf "$work"' EXIT
+    # shellcheck disable=SC2064  # this folder, whatever the variable holds then
+    trap "rm -rf '$work'" EXIT
     site=$work/pack/site
     mkdir -p "$site" "$work/pack/tests" "$work/pack/lib"
     # The GPU machine must have the same minor version: PYTHON=python3.12 gpu_check.sh --prepare ...
@@ -68,7 +69,9 @@ prepare() {
     # Small enough to carry: no symbols, no tests, and one copy of each library (a wheel holds three).
     rm -rf "$site"/include "$site"/lib "$site"/numpy/*/tests
     find "$site" -name __pycache__ -type d -prune -exec rm -rf {} +
-    find "$work/pack" -type f \( -name '*.so' -o -name '*.so.*' -o -name '*-gpu' -o -name powerinfer-main \) -exec strip --strip-unneeded {} + 2> /dev/null || true
+    # Not numpy's: libraries that patchelf has changed don't survive it.
+    find "$site/llama_cpp/lib" "$site/powerinfer_py" "$site/bin/powerinfer-main" "$work/pack/tests" -type f \
+        \( -name '*.so*' -o -name '*-gpu' -o -name powerinfer-main \) -exec strip --strip-unneeded {} +
     "$python" - "$work/pack" << 'PYTHON_CODE'
 import hashlib, os, pathlib, sys
 
@@ -82,7 +85,6 @@ for path in sorted(p for p in pathlib.Path(sys.argv[1]).rglob("*") if p.is_file(
         first[digest] = path
 PYTHON_CODE
     tar -C "$work" -cJf "$out" pack
-    local bytes
     bytes=$(stat -c %s "$out")
     ((bytes < max_pack_bytes)) || die "$out: $bytes bytes; expected less than $max_pack_bytes; look at the largest files with tar -tvf."
     echo "$out: $bytes bytes, for sm_$arch and Python $(cat "$work/pack/python-version")"
