@@ -41,12 +41,13 @@ $(BIN)/cmake -S . -B $(BUILD) -G Ninja -DPython_EXECUTABLE=$(BIN)/python -DCMAKE
 $(BIN)/cmake --build $(BUILD) -j $(JOBS)
 endef
 
-# The tests run from tests/ against the installed package; pyproject.toml sets pytest's options.
+# The tests run from tests/ against the installed package; pyproject.toml sets pytest's options. With POWERINFER_TEST_LIB,
+# the folder of the fake device, tests on devices fail where they would otherwise be skipped.
 test: $(VENV)/installed $(VENV)/model $(VENV)/test-tools
 	$(BIN)/ruff check .
 	$(build-tests)
 	$(BIN)/ctest --test-dir $(BUILD) --output-on-failure
-	cd tests && $(BIN)/python -m pytest -p no:cacheprovider .
+	cd tests && POWERINFER_TEST_LIB=$(abspath $(BUILD))/tests $(BIN)/python -m pytest -p no:cacheprovider .
 
 # A part of `make test`, which leaves it out, and says so, where the cross compiler or the emulator is missing.
 test-neon: check-neon $(VENV)/installed $(VENV)/test-tools

@@ -156,8 +156,40 @@ def anonymous_bytes() -> int:
 
 def available_memory_bytes() -> int:
     """MemAvailable of the system."""
-    with open("/proc/meminfo", encoding="ascii") as file:
-        return next(int(line.split()[1]) for line in file if line.startswith("MemAvailable:")) * 1024
+    return _memory_info(Path("/"), "MemAvailable")
+
+
+def total_memory_bytes(root: Path = Path("/")) -> int:
+    """Memory that this process may use in all: the machine's, or less where its control groups (v1 or v2) allow less.
+
+    Args:
+        root: where proc and sys are.
+
+    Returns:
+        Bytes.
+    """
+    limits = [_memory_info(root, "MemTotal")]
+    groups = root / "proc/self/cgroup"
+    for line in groups.read_text(encoding="utf-8").splitlines() if groups.is_file() else ():
+        _, controllers, group = line.split(":", 2)
+        if not controllers:
+            folder, name = root / "sys/fs/cgroup", "memory.max"
+        elif "memory" in controllers.split(","):
+            folder, name = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
+        else:
+            continue
+        own = folder / group[1:]
+        # Of every group above it too; in a container its own folder may be the root of what is mounted.
+        for file in (path / name for path in (own, *own.parents) if path.is_relative_to(folder)):
+            if file.is_file() and file.read_text(encoding="ascii").strip().isdigit():
+                limits.append(int(file.read_text(encoding="ascii")))
+    return min(limits)
+
+
+def _memory_info(root: Path, name: str) -> int:
+    """A line of /proc/meminfo, in bytes."""
+    with open(root / "proc/meminfo", encoding="ascii") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith(f"{name}:")) * 1024
 
 
 def cache_bytes() -> int:

@@ -1,14 +1,21 @@
-// Python core `powerinfer_py._core`: converts arguments, calls ggml-powerinfer.h, model-load.h and kernel-bench.h, translates errors.
-// No logic. Core calls run without the GIL, because the core's callbacks take it.
+// Python core `powerinfer_py._core`: converts arguments, calls ggml-powerinfer.h, model-load.h and what the module exports beside it
+// (plan.h, placement.h, kernel-bench.h, gpu/), translates errors. No logic. Core calls run without the GIL, because the core's
+// callbacks take it.
 #include "ggml-powerinfer.h"
+#include "gpu/gpu-devices.h"
+#include "gpu/gpu-measure.h"
 #include "kernel-bench.h"
 #include "model-load.h"
+#include "placement.h"
+#include "plan.h"
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/filesystem.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -18,6 +25,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -134,12 +142,24 @@ public:
         handle();
     }
 
+    void set_trace(nb::object trace) {
+        const ggml_backend_powerinfer_plan_t plan = handle_;
+        if (plan) {
+            const bool is_on = !trace.is_none();
+            trace_ = std::move(trace);
+            nb::gil_scoped_release no_gil;
+            ggml_backend_powerinfer_plan_set_trace(plan, is_on ? on_trace : nullptr, is_on ? this : nullptr);
+        }
+        handle();
+    }
+
     static int traverse(PyObject * self, visitproc visit, void * arg) {
         Py_VISIT(Py_TYPE(self));
         if (nb::inst_ready(self)) {
             plan_object * plan = nb::inst_ptr<plan_object>(self);
             Py_VISIT(plan->note_.ptr());
             Py_VISIT(plan->capture_.ptr());
+            Py_VISIT(plan->trace_.ptr());
             Py_VISIT(plan->error_.ptr());
         }
         return 0;
@@ -150,6 +170,7 @@ public:
         plan->free_handle();
         plan->note_ = nb::none();
         plan->capture_ = nb::none();
+        plan->trace_ = nb::none();
         plan->error_.reset();
         return 0;
     }
@@ -192,10 +213,10 @@ private:
         handle_ = nullptr;
         if (plan) {
             nb::gil_scoped_release no_gil;
-            ggml_backend_powerinfer_plan_set_capture(plan, nullptr, nullptr);
-            ggml_backend_powerinfer_plan_free(plan);
+            ggml_backend_powerinfer_plan_free(plan);  // ends capture and trace
         }
         capture_ = nb::none();
+        trace_ = nb::none();
     }
 
     void keep(const nb::python_error & error) {
@@ -232,9 +253,32 @@ private:
         }
     }
 
+    static void on_trace(const ggml_backend_powerinfer_block_times * times, void * user_data) {
+        nb::gil_scoped_acquire gil;
+        auto * self = static_cast<plan_object *>(user_data);
+        if (self->trace_.is_none() || self->error_.is_valid()) {
+            return;
+        }
+        try {
+            nb::dict item;
+            item["i_layer"] = times->i_layer;
+            item["n_tokens"] = times->n_tokens;
+            item["begin_s"] = times->begin_s;
+            item["end_s"] = times->end_s;
+            item["cpu_begin_s"] = times->cpu_begin_s;
+            item["cpu_end_s"] = times->cpu_end_s;
+            item["gpu_begin_s"] = times->gpu_begin_s;
+            item["gpu_end_s"] = times->gpu_end_s;
+            self->trace_(item);
+        } catch (const nb::python_error & error) {
+            self->keep(error);
+        }
+    }
+
     ggml_backend_powerinfer_plan_t handle_ = nullptr;
     nb::object note_;
     nb::object capture_ = nb::none();
+    nb::object trace_ = nb::none();
     nb::object error_;  // the first exception of a callback, until the next call raises it
 };
 
@@ -308,6 +352,70 @@ void plan_set_thresholds(plan_object & self, int i_layer, float threshold, float
     }
 }
 
+// What set_split and split_bytes are given. Keeps the arrays that `split` points to.
+struct split_arguments {
+    std::vector<ggml_backend_dev_t> devices;
+    std::vector<int64_t> n_hot;
+    std::vector<int32_t> i_device;
+    ggml_backend_powerinfer_split split{};
+
+    split_arguments(ggml_backend_powerinfer_plan_t plan, const std::vector<std::string> & names, const std::vector<int64_t> & hot,
+                    const std::optional<std::vector<int32_t>> & device_of, int64_t max_tokens, int64_t stream_tokens)
+        : n_hot(hot), i_device(device_of.value_or(std::vector<int32_t>())) {
+        const size_t n_layer = static_cast<size_t>(ggml_backend_powerinfer_plan_n_layer(plan));
+        const auto check_length = [&](const char * name, size_t n) {
+            if (n != n_layer) {
+                const std::string text = std::string(name) + ": " + std::to_string(n) + " values; expected one per layer, " +
+                                         std::to_string(n_layer) + "; pass as many.";
+                raise_error("OptionError", text.c_str());
+            }
+        };
+        check_length("n_hot", n_hot.size());
+        check_length("i_device", device_of ? i_device.size() : n_layer);
+        for (const std::string & name : names) {
+            devices.push_back(ggml_backend_dev_by_name(name.c_str()));
+            if (devices.back() == nullptr) {
+                const std::string text = "devices: no device " + name + "; expected one that ggml lists; see devices().";
+                raise_error("OptionError", text.c_str());
+            }
+        }
+        split.n_devices = static_cast<int>(devices.size());
+        split.devices = devices.data();
+        split.n_hot = n_hot.data();
+        split.i_device = device_of ? i_device.data() : nullptr;
+        split.max_tokens = max_tokens;
+        split.stream_tokens = stream_tokens;
+    }
+};
+
+void plan_set_split(plan_object & self, const std::vector<std::string> & devices, const std::vector<int64_t> & n_hot,
+                    const std::optional<std::vector<int32_t>> & i_device, int64_t max_tokens, int64_t stream_tokens) {
+    const ggml_backend_powerinfer_plan_t plan = self.handle();
+    const split_arguments arguments(plan, devices, n_hot, i_device, max_tokens, stream_tokens);
+    char error[error_size] = "";
+    if (!ggml_backend_powerinfer_plan_set_split(plan, &arguments.split, error, sizeof(error))) {
+        raise_error("PlanError", error);
+    }
+}
+
+std::vector<std::pair<uint64_t, uint64_t>> plan_split_bytes(
+    plan_object & self, const std::vector<std::string> & devices, const std::vector<int64_t> & n_hot,
+    const std::optional<std::vector<int32_t>> & i_device, int64_t max_tokens, int64_t stream_tokens) {
+    const ggml_backend_powerinfer_plan_t plan = self.handle();
+    const split_arguments arguments(plan, devices, n_hot, i_device, max_tokens, stream_tokens);
+    std::vector<uint64_t> rows(devices.size());
+    std::vector<uint64_t> scratch(devices.size());
+    char error[error_size] = "";
+    if (!ggml_backend_powerinfer_plan_split_bytes(plan, &arguments.split, rows.data(), scratch.data(), error, sizeof(error))) {
+        raise_error("PlanError", error);
+    }
+    std::vector<std::pair<uint64_t, uint64_t>> out;
+    for (size_t i = 0; i < devices.size(); ++i) {
+        out.emplace_back(rows[i], scratch[i]);
+    }
+    return out;
+}
+
 nb::dict plan_stats(plan_object & self) {
     const ggml_backend_powerinfer_plan_t plan = self.handle();
     ggml_backend_powerinfer_stats stats{};
@@ -329,6 +437,15 @@ nb::dict plan_stats(plan_object & self) {
     out["gate_us"] = stats.gate_us;
     out["up_down_us"] = stats.up_down_us;
     out["total_us"] = stats.total_us;
+    out["n_gpu_neurons"] = stats.n_gpu_neurons;
+    out["cpu_us"] = stats.cpu_us;
+    out["gpu_us"] = stats.gpu_us;
+    out["wait_us"] = stats.wait_us;
+    out["copy_us"] = stats.copy_us;
+    out["copied_bytes"] = stats.copied_bytes;
+    out["n_gpu_active"] = stats.n_gpu_active;
+    out["n_cpu_active"] = stats.n_cpu_active;
+    out["gpu_read_bytes"] = stats.gpu_read_bytes;
     out["overlap_sum"] = stats.overlap_sum;
     out["n_overlaps"] = stats.n_overlaps;
     return out;
@@ -360,6 +477,8 @@ nb::list plan_layers(plan_object & self) {
         item["gate_type"] = layer.gate_type;
         item["up_type"] = layer.up_type;
         item["down_type"] = layer.down_type;
+        item["n_hot"] = layer.n_hot;
+        item["device"] = layer.device;
         item["n_tokens"] = layer.n_tokens;
         item["n_candidates"] = layer.n_candidates;
         item["n_active"] = layer.n_active;
@@ -428,6 +547,75 @@ nb::tuple inspect_path(const std::filesystem::path & path) {
         }
     }
     return nb::make_tuple(kind == 1 ? "extended" : "plain", found);
+}
+
+nb::object find_placement(const std::filesystem::path & path, const std::optional<std::filesystem::path> & base,
+                          const std::vector<uint64_t> & hot_bytes) {
+    powerinfer::plan plan;
+    const powerinfer::saved_placement * found = nullptr;
+    std::string error;
+    {
+        nb::gil_scoped_release no_gil;
+        error = powerinfer::plan_read(path, base ? base->string() : "", plan).text();
+        if (error.empty()) {
+            found = powerinfer::plan_find_placement(plan, hot_bytes);
+        }
+    }
+    if (!error.empty()) {
+        raise_error("PlanError", error.c_str());
+    }
+    return found ? nb::int_(found - plan.placements.data()) : nb::object(nb::none());
+}
+
+nb::tuple placement_neuron_cost(double first_s, double second_s, double down_s, double predictor_s, double candidate_ratio,
+                                bool reads_all) {
+    const powerinfer::neuron_cost cost =
+        powerinfer::placement_neuron_cost({first_s, second_s, down_s, predictor_s}, candidate_ratio, reads_all);
+    return nb::make_tuple(cost.neuron_s, cost.active_s);
+}
+
+template <typename T>
+using input_1d = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using input_pairs = nb::ndarray<const double, nb::shape<-1, 2>, nb::c_contig, nb::device::cpu>;
+
+nb::dict place_greedy(input_1d<int64_t> n_ff, input_1d<float> frequency, input_1d<uint64_t> neuron_bytes, input_pairs cpu_s,
+                      input_pairs gpu_s, input_1d<double> sync_s, input_1d<int64_t> min_hot, input_1d<int32_t> i_device,
+                      input_1d<uint64_t> capacity_bytes) {
+    const size_t n_layer = n_ff.shape(0);
+    for (const size_t n : {neuron_bytes.shape(0), cpu_s.shape(0), gpu_s.shape(0), sync_s.shape(0), min_hot.shape(0), i_device.shape(0)}) {
+        if (n != n_layer) {
+            raise_error("OptionError", "placement: arrays of different lengths; expected one value per layer in each; pass that.");
+        }
+    }
+    powerinfer::placement_problem problem;
+    problem.capacity_bytes.assign(capacity_bytes.data(), capacity_bytes.data() + capacity_bytes.shape(0));
+    problem.layers.resize(n_layer);
+    size_t n_frequencies = 0;
+    for (size_t i = 0; i < n_layer; ++i) {
+        if (n_ff(i) < 0 || static_cast<size_t>(n_ff(i)) > frequency.shape(0) - n_frequencies) {
+            raise_error("OptionError", "placement: too few frequencies; expected one per neuron; pass that.");
+        }
+        problem.layers[i] = {n_ff(i), frequency.data() + n_frequencies, 1.0, neuron_bytes(i), {cpu_s(i, 0), cpu_s(i, 1)},
+                             {gpu_s(i, 0), gpu_s(i, 1)}, sync_s(i), min_hot(i), i_device(i)};
+        n_frequencies += static_cast<size_t>(n_ff(i));
+    }
+    powerinfer::placement_result result;
+    std::string error;
+    {
+        nb::gil_scoped_release no_gil;
+        error = powerinfer::place_greedy(problem, result).text();
+    }
+    if (!error.empty()) {
+        raise_error("OptionError", error.c_str());
+    }
+    vector_1d<int64_t> n_hot = make_vector<int64_t>(n_layer);
+    std::copy(result.n_hot.begin(), result.n_hot.end(), n_hot.data());
+    nb::dict out;
+    out["n_hot"] = n_hot;
+    out["token_s"] = result.token_s;
+    out["saved_s"] = result.saved_s;
+    out["gap"] = result.gap;
+    return out;
 }
 
 nb::list kernel_sets() {
@@ -513,6 +701,86 @@ nb::dict kernel_bench_run(powerinfer::kernel_bench & self, const std::string & k
     out["pass_rows"] = result.pass_rows;
     out["pass_bytes"] = result.pass_bytes;
     out["core_hz"] = result.core_hz;
+    return out;
+}
+
+nb::list devices() {
+    std::vector<powerinfer::device_info> found;
+    {
+        nb::gil_scoped_release no_gil;
+        found = powerinfer::list_devices();
+    }
+    nb::list out;
+    for (const powerinfer::device_info & info : found) {
+        nb::dict item;
+        item["name"] = to_str(info.name.c_str());
+        item["description"] = to_str(info.description.c_str());
+        item["type"] = info.type;
+        item["memory_free"] = info.memory_free;
+        item["memory_total"] = info.memory_total;
+        item["async"] = info.async;
+        out.append(item);
+    }
+    return out;
+}
+
+std::vector<std::string> add_rpc_server(const std::string & address) {
+    std::vector<std::string> names;
+    std::string error;
+    {
+        nb::gil_scoped_release no_gil;
+        error = powerinfer::add_rpc_server(address, names).text();
+    }
+    if (!error.empty()) {
+        raise_error("OptionError", error.c_str());
+    }
+    return names;
+}
+
+nb::dict measure_device(const std::string & name, const std::vector<std::string> & types, int64_t n_embd, size_t max_bytes,
+                        double repeat_s, nb::object progress) {
+    powerinfer::device_measure_options options;
+    options.types = types;
+    options.n_embd = n_embd;
+    options.max_bytes = max_bytes;
+    options.repeat_s = repeat_s;
+    bool failed = false;  // a Python error is set
+    options.progress = [&](const std::string & text) {
+        nb::gil_scoped_acquire gil;
+        try {
+            if (!progress.is_none()) {
+                progress(text);
+            }
+            failed = PyErr_CheckSignals() != 0;
+        } catch (nb::python_error & error) {
+            error.restore();
+            failed = true;
+        }
+        return !failed;
+    };
+    powerinfer::device_rates rates;
+    std::string error;
+    {
+        nb::gil_scoped_release no_gil;
+        error = powerinfer::measure_device(name, options, rates).text();
+    }
+    if (failed) {
+        throw nb::python_error();
+    }
+    if (!error.empty()) {
+        raise_error("OptionError", error.c_str());
+    }
+    nb::dict rows;
+    for (const powerinfer::device_row_rate & rate : rates.rows) {
+        rows[rate.type.c_str()] = rate.bytes_s;
+    }
+    nb::dict out;
+    out["bandwidth_bytes_s"] = rates.bandwidth_bytes_s;
+    out["to_device_bytes_s"] = rates.to_device_bytes_s;
+    out["to_host_bytes_s"] = rates.to_host_bytes_s;
+    out["round_trip_s"] = rates.round_trip_s;
+    out["pinned"] = rates.pinned;
+    out["row_bytes_s"] = rows;
     return out;
 }
 
@@ -605,19 +873,66 @@ Args:
 
 Raises:
     IndexError: i_layer out of range.)")
+        .def("set_split", &plan_set_split, "devices"_a, "n_hot"_a, nb::kw_only(), "i_device"_a = nb::none(), "max_tokens"_a = 512,
+             "stream_tokens"_a = 0,
+             R"(Say where hot neurons go, before the model is loaded.
+
+Args:
+    devices: names of GPU devices, 1 to 16; see devices().
+    n_hot: (n_layer) neurons of each layer on its device, hot first; 0 for layers not covered.
+    i_device: (n_layer) index into devices; None: all 0.
+    max_tokens: tokens that the devices' scratch memory is made for (n_ubatch).
+    stream_tokens: batches of so many tokens and more: cold rows are brought to the device and computed there; 0: when the device asks
+        for it (upstream's op_offload); -1: never.
+
+Raises:
+    PlanError: it doesn't fit the plan.
+    OptionError: no such device, or not one value per layer.)")
+        .def("split_bytes", &plan_split_bytes, "devices"_a, "n_hot"_a, nb::kw_only(), "i_device"_a = nb::none(), "max_tokens"_a = 512,
+             "stream_tokens"_a = 0,
+             R"(Device memory that a split takes.
+
+Args:
+    devices, n_hot, i_device, max_tokens, stream_tokens: as in set_split.
+
+Returns:
+    Per device: bytes of hot rows, bytes of scratch in every context.
+
+Raises:
+    PlanError, OptionError: as set_split.)")
+        .def(
+            "neuron_bytes",
+            [](plan_object & self, int i_layer) { return ggml_backend_powerinfer_plan_neuron_bytes(self.handle(), i_layer); }, "i_layer"_a,
+            "Device bytes of one hot neuron of a layer; 0: not covered.")
+        .def(
+            "device_bytes",
+            [](plan_object & self, int i_device) { return ggml_backend_powerinfer_plan_device_bytes(self.handle(), i_device); },
+            "i_device"_a, "Memory in bytes of hot rows on the split's device number i_device.")
+        .def("set_trace", &plan_object::set_trace, "trace"_a.none(),
+             nb::sig("def set_trace(self, trace: typing.Callable[[dict[str, typing.Any]], None] | None) -> None"),
+             R"(Learn when the parts of each block ran.
+
+Args:
+    trace: callable, called on the thread that computes after every whole block, with i_layer, n_tokens, begin_s, end_s, cpu_begin_s,
+        cpu_end_s, gpu_begin_s, gpu_end_s: seconds of the monotonic clock; begin == end == 0 for a part that there wasn't. None
+        stops it. An exception in it is raised by the next call of the plan; until then it isn't called again.)")
         .def("stats", &plan_stats, nb::sig("def stats(self) -> dict[str, int | float]"),
              R"(Sums since the last reset.
 
 Returns:
     n_tokens (token x layer evaluations), n_blocks_whole, n_blocks_by_op, n_slow_rows, n_neurons, n_candidates, n_active,
-    read_bytes, dense_bytes, predictor_us, gate_us, up_down_us, total_us, n_overlaps: int; overlap_sum: float.)")
+    read_bytes, dense_bytes, predictor_us, gate_us, up_down_us, total_us, n_overlaps; of blocks with a split: n_gpu_neurons
+    (neurons that devices computed, summed over tokens), cpu_us, gpu_us, wait_us (the CPU waited for a device), copy_us,
+    copied_bytes (between host and devices), gpu_read_bytes, and while there is a trace n_gpu_active and n_cpu_active (active neurons
+    on devices and on the CPU): int; overlap_sum: float.)")
         .def("reset_stats", &plan_reset_stats, "Set all sums of stats and layers to 0.")
         .def("layers", &plan_layers, nb::sig("def layers(self) -> list[dict[str, int | str]]"),
              R"(What each layer runs.
 
 Returns:
     One item per layer: n_ff (0: not covered), sparsity (as it runs), gate_type, up_type, down_type (ggml type names
-    of the rows as stored, "" when absent), n_tokens, n_candidates, n_active.)")
+    of the rows as stored, "" when absent), n_hot (neurons on a device), device (its name, or ""), n_tokens, n_candidates,
+    n_active.)")
         .def("counts", &plan_counts, "i_layer"_a, nb::sig("def counts(self, i_layer: int) -> dict[str, typing.Any]"),
              R"(Activations of one layer since the last reset, in the base model's neuron order.
 
@@ -679,6 +994,54 @@ Returns:
 
 Raises:
     FormatError: the file can't be read.)");
+    m.def("find_placement", &find_placement, "path"_a, "base"_a.none(), "hot_bytes"_a,
+          nb::sig("def find_placement(path: str | os.PathLike, base: str | os.PathLike | None, hot_bytes: list[int]) -> int | None"),
+          R"(Find the saved placement that can be used again, as format.find_placement does.
+
+Args:
+    path: the extended GGUF.
+    base: the stock GGUF; None: where the file says.
+    hot_bytes: bytes that each device has for hot neurons now.
+
+Returns:
+    Its number, None when there is none.
+
+Raises:
+    PlanError: the file can't be used; the text says why.)");
+    m.def("placement_neuron_cost", &placement_neuron_cost, "first_s"_a, "second_s"_a, "down_s"_a, "predictor_s"_a, "candidate_ratio"_a,
+          "reads_all"_a, nb::sig("def placement_neuron_cost(first_s: float, second_s: float, down_s: float, predictor_s: float, "
+                                 "candidate_ratio: float, reads_all: bool) -> tuple[float, float]"),
+          R"(Turn the seconds of a neuron's rows into seconds per neuron and per active neuron.
+
+Args:
+    first_s, second_s, down_s: seconds for gate, up and down row; ungated: up, 0 and down.
+    predictor_s: for its share of the predictor.
+    candidate_ratio: candidates per active neuron; 0: no predictor.
+    reads_all: every neuron is computed.
+
+Returns:
+    (neuron_s, active_s).)");
+    m.def("place_greedy", &place_greedy, "n_ff"_a.noconvert(), "frequency"_a.noconvert(), "neuron_bytes"_a.noconvert(),
+          "cpu_s"_a.noconvert(), "gpu_s"_a.noconvert(), "sync_s"_a.noconvert(), "min_hot"_a.noconvert(), "i_device"_a.noconvert(),
+          "capacity_bytes"_a.noconvert(),
+          R"(Choose the hot neurons of every layer.
+
+Args:
+    n_ff: (n_layer) int64 neurons.
+    frequency: (sum of n_ff) float32 share of tokens in which a neuron is active, layer by layer, hot first.
+    neuron_bytes: (n_layer) uint64 that a hot neuron takes on its device.
+    cpu_s, gpu_s: (n_layer, 2) float64 seconds per neuron and per active neuron.
+    sync_s: (n_layer) float64 seconds for a layer that has hot neurons.
+    min_hot: (n_layer) int64, hot neurons are 0 or at least so many.
+    i_device: (n_layer) int32 index into capacity_bytes.
+    capacity_bytes: (n_devices) uint64 for hot neurons.
+
+Returns:
+    n_hot: (n_layer) int64. token_s, saved_s: float, seconds per token. gap: float, token_s is at most this share above
+    the least possible.
+
+Raises:
+    OptionError: a frequency, cost or device that can't be; the text names the layer.)");
     m.def("kernel_sets", &kernel_sets, nb::sig("def kernel_sets() -> list[dict[str, typing.Any]]"),
           R"(The kernel sets that were compiled in, widest first.
 
@@ -735,6 +1098,46 @@ Raises:
     OptionError: a set, op or layout that isn't there, or a share out of range.)")
         .def_prop_ro("row_bytes", &powerinfer::kernel_bench::row_bytes, "Bytes of one row.")
         .def_prop_ro("working_set_bytes", &powerinfer::kernel_bench::working_set_bytes, "Bytes of all rows, as allocated.");
+    m.def("devices", &devices, nb::sig("def devices() -> list[dict[str, typing.Any]]"),
+          R"(The devices that ggml lists in this process.
+
+Returns:
+    One item per device: name, description: str. type: cpu, gpu, igpu, accel or meta. memory_free, memory_total: int,
+    bytes; 0 of 0: the device doesn't say. async: bool, it computes while the caller goes on.)");
+    m.def("add_rpc_server", &add_rpc_server, "address"_a,
+          R"(Add the devices of an RPC server to those that ggml lists in this process; again: no change.
+
+Args:
+    address: host:port.
+
+Returns:
+    Names of its devices.
+
+Raises:
+    OptionError: no address, no server there or one of another version, or the installed llama.cpp has no RPC backend.)");
+    m.def("measure_device", &measure_device, "name"_a, nb::kw_only(), "types"_a = std::vector<std::string>(), "n_embd"_a = 4096,
+          "max_bytes"_a = size_t(256) << 20, "repeat_s"_a = 0.05, "progress"_a = nb::none(),
+          nb::sig("def measure_device(name: str, *, types: collections.abc.Sequence[str] = (), n_embd: int = 4096, "
+                  "max_bytes: int = 268435456, repeat_s: float = 0.05, "
+                  "progress: typing.Callable[[str], object] | None = None) -> dict[str, typing.Any]"),
+          R"(Measure one device: copies, a round trip, and how fast it multiplies rows of weights with a vector.
+
+Args:
+    name: of the device, as in devices.
+    types: ggml type names of rows; none: all that have kernels of ours.
+    n_embd: values per row, whole blocks of the types; floats of the round trip.
+    max_bytes: rows of a type; half of the free memory at most. Far more than the device's caches hold, or it is their
+        speed.
+    repeat_s: seconds per timed batch, about; a rate is the best of five, the round trip a median.
+    progress: called with a word for what is measured next; what it raises ends the measuring, as Ctrl-C does.
+
+Returns:
+    bandwidth_bytes_s (the best of all rows, f32 among them), to_device_bytes_s, to_host_bytes_s: bytes per second.
+    round_trip_s: seconds: n_embd floats up, a feed-forward block of 8 f32 neurons, n_embd floats back. pinned: bool,
+    whether host memory of the device's own kind was used. row_bytes_s: bytes per second by type; 0: it can't.
+
+Raises:
+    OptionError: an unknown device or type, no whole blocks, a device that fails or has no memory to spare.)");
     m.def("physical_cores", &powerinfer::physical_cores_allowed, "Physical cores that this process may run on, at least 1.");
     m.def("version", &ggml_backend_powerinfer_version, "Version of the compiled core.");
 }

@@ -41,7 +41,12 @@ VERBS = {
         "run_rebind",
     ),
     "import": Verb("powerinfer_py.tools.import_powerinfer", "take over a model of the original PowerInfer"),
+    "measure-hardware": Verb(
+        "powerinfer_py.tools.measure_hardware", "rates of the CPU and of GPUs, for placement and simulation"
+    ),
     "inspect": Verb("powerinfer_py.tools.inspect_model", "what a GGUF or a plan says"),
+    "place": Verb("powerinfer_py.tools.place_model", "which neurons go to the GPU, for a budget of its memory"),
+    "simulate": Verb("powerinfer_py.tools.simulate", "tokens per second on a machine that needn't be at hand"),
     "synthetic": Verb("powerinfer_py.tools.synthetic_model", "write a sparse model of any shape, with its plan"),
 }
 
@@ -100,8 +105,8 @@ def _run_verb(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print("usage: powerinfer VERB [options]; powerinfer VERB --help\n")
         for name, verb in VERBS.items():
-            print(f"  {name:<10} {verb.help}")
-        print(f"  {'--version':<10} version of the package, of its core and of llama_cpp")
+            print(f"  {name:<16} {verb.help}")
+        print(f"  {'--version':<16} version of the package, of its core and of llama_cpp")
         return 0
     if argv[0] == "--version":
         print(_version_text())
@@ -145,6 +150,9 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-s", "--seed", type=int, help="seed of the sampler")
     parser.add_argument("--chat", action="store_true", help="the prompt is a message; use the model's chat template")
     parser.add_argument(
+        "--timeline", metavar="OUT.png", help="draw when CPU and devices worked on the last token (extra plot)"
+    )
+    parser.add_argument(
         "--compare", action="store_true", help="then time stock llama.cpp too, on the text that was generated"
     )
 
@@ -163,6 +171,10 @@ def run_model(args: argparse.Namespace) -> int:
     from powerinfer_py import bench
     from powerinfer_py.llama import Llama
 
+    trace: list[dict[str, Any]] = []
+    if args.timeline:
+        plot = importlib.import_module("powerinfer_py.tools.plot_timeline")
+        plot.check_plot()
     base, _ = bench.open_files(args.model, args.plan)
     n_ctx_train = base.files[0].get_int(f"{base.architecture}.context_length") or args.ctx_size
     options = {
@@ -177,6 +189,8 @@ def run_model(args: argparse.Namespace) -> int:
     }
     with Llama(args.model, verbose=False, **options) as llama:
         text = ""
+        if args.timeline:
+            llama.trace(trace.append)
         try:
             for piece in _generate(llama, args):
                 text += piece
@@ -188,6 +202,10 @@ def run_model(args: argparse.Namespace) -> int:
         if times.t_eval_ms:
             print(f"{times.n_eval * 1000 / times.t_eval_ms:.2f} tokens/s, {times.n_eval} tokens", file=sys.stderr)
         print(llama.stats(), file=sys.stderr)
+        if args.timeline:
+            llama.trace(None)
+            plot.write_plot(args.timeline, trace, os.path.basename(args.model))
+            print(f"timeline of the last token: {args.timeline}", file=sys.stderr)
         if args.compare:
             tokens = llama.tokenize((args.prompt + text).encode("utf-8"))
             print(bench.compare_with_stock(llama, tokens, RunOptions.n_compare, RunOptions.repeats), file=sys.stderr)

@@ -33,6 +33,12 @@ DIGEST_HEAD_BYTES = 4096
 SIDECAR_SUFFIX = ".powerinfer.gguf"
 # More layers than any model has; bounds what a damaged file can make a reader allocate.
 MAX_BLOCK_COUNT = 4096
+MAX_DEVICES = 16
+MAX_PLACEMENTS = 64
+# Of the cost model that a saved placement was made by.
+PLACEMENT_VERSION = 1
+# A saved placement still fits when up to this share more than it was made for is available.
+PLACEMENT_SLACK = 0.01
 
 KEYS = {
     "architecture": "general.architecture",
@@ -58,6 +64,18 @@ KEYS = {
     "profile_tokens": "powerinfer.profile.tokens",
     "profile_density": "powerinfer.profile.density",
     "profile_corpus": "powerinfer.profile.corpus",
+    "placement_count": "powerinfer.placement.count",
+    "placement_version": "powerinfer.placement.%d.version",
+    "placement_budget": "powerinfer.placement.%d.budget",
+    "placement_n_ctx": "powerinfer.placement.%d.n_ctx",
+    "placement_device": "powerinfer.placement.%d.device",
+    "placement_hot_bytes": "powerinfer.placement.%d.hot_bytes",
+    "placement_n_hot": "powerinfer.placement.%d.n_hot",
+    "placement_i_device": "powerinfer.placement.%d.i_device",
+    "placement_token_s": "powerinfer.placement.%d.token_s",
+    "placement_gap": "powerinfer.placement.%d.gap",
+    "placement_model_hash": "powerinfer.placement.%d.model_hash",
+    "placement_statistics_hash": "powerinfer.placement.%d.statistics_hash",
 }
 TENSORS = {
     "base": "base",
@@ -204,6 +222,37 @@ class PlanLayer:
     fc2: Rows | None = None
 
 
+@dataclass(frozen=True)
+class SavedPlacement:
+    """How many neurons of each layer go to which device, and what that was computed for.
+
+    Attributes:
+        budget: device memory as it was asked for, e.g. `8GiB`.
+        n_ctx: context that the budget had to hold too.
+        devices: names, at least one.
+        hot_bytes: of each device, what was left of the budget for hot neurons.
+        n_hot: (n_layer) hot neurons: positions 0 .. n_hot - 1.
+        i_device: (n_layer) index into devices.
+        token_s: seconds per decoded token that the FFNs were expected to take; stored as float32.
+        gap: relative distance of token_s from the bound of the best; stored as float32.
+        model_hash: `model_hash` of the plan.
+        statistics_hash: `statistics_hash` of the plan.
+        version: of the cost model.
+    """
+
+    budget: str
+    n_ctx: int
+    devices: tuple[str, ...]
+    hot_bytes: tuple[int, ...]
+    n_hot: tuple[int, ...]
+    i_device: tuple[int, ...]
+    token_s: float
+    gap: float
+    model_hash: str
+    statistics_hash: str
+    version: int = PLACEMENT_VERSION
+
+
 @dataclass(frozen=True, eq=False)
 class Plan:
     """All that an extended GGUF says about a model.
@@ -218,6 +267,7 @@ class Plan:
         predictor_input: `ffn_input` or `residual`.
         loss: relative perplexity increase measured with the thresholds; None when not measured.
         corpus: what the statistics came from.
+        placements: saved ones, the newest last.
         path: the extended GGUF that this was read from; None for a new plan.
         base_offset: byte of `path` where the embedded base starts; 0 when it isn't embedded.
         base_size: its size in bytes; 0 when it isn't embedded.
@@ -232,6 +282,7 @@ class Plan:
     predictor_input: str = "ffn_input"
     loss: float | None = None
     corpus: str = ""
+    placements: tuple[SavedPlacement, ...] = ()
     path: Path | None = None
     base_offset: int = 0
     base_size: int = 0
@@ -308,6 +359,66 @@ def derived_row_type(row_type: GGMLQuantizationType, n: int) -> GGMLQuantization
     if row_type in (GGMLQuantizationType.Q6_K, GGMLQuantizationType.Q8_K):
         return GGMLQuantizationType.Q8_0
     return GGMLQuantizationType.Q5_0
+
+
+def model_hash(plan: Plan) -> str:
+    """What a saved placement knows a model by.
+
+    Args:
+        plan: the plan.
+
+    Returns:
+        SHA-256 in hex over one line per layer: n_ff, digest, and the type of a stored neuron-major down projection.
+    """
+    lines = (
+        f"{layer.n_ff} {layer.digest} {row_type_name(layer.ffn_down_t.row_type) if layer.ffn_down_t else ''}\n"
+        for layer in plan.layers
+    )
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def statistics_hash(plan: Plan) -> str:
+    """What a saved placement knows a plan's statistics by.
+
+    Args:
+        plan: the plan.
+
+    Returns:
+        SHA-256 in hex over, per layer, a line that says which of order and frequency are there, then their bytes.
+    """
+    digest = hashlib.sha256()
+    for layer in plan.layers:
+        order, frequency = layer.neuron_order, layer.neuron_frequency
+        digest.update(f"{order is not None:d}{frequency is not None:d}\n".encode())
+        if order is not None:
+            digest.update(np.ascontiguousarray(order, "<i4"))
+        if frequency is not None:
+            digest.update(np.ascontiguousarray(frequency, "<f4"))
+    return digest.hexdigest()
+
+
+def find_placement(plan: Plan, hot_bytes: Sequence[int]) -> SavedPlacement | None:
+    """The saved placement that can be used again.
+
+    Args:
+        plan: the plan.
+        hot_bytes: bytes that each device has for hot neurons now.
+
+    Returns:
+        The newest one of this model, these statistics and this version that was made for as many devices, and on each
+        for what it has, or at most PLACEMENT_SLACK less; None when there is none.
+    """
+    if not plan.placements:
+        return None
+    wished = (PLACEMENT_VERSION, model_hash(plan), statistics_hash(plan))
+    for saved in reversed(plan.placements):
+        if (
+            (saved.version, saved.model_hash, saved.statistics_hash) == wished
+            and len(saved.hot_bytes) == len(hot_bytes)
+            and all(n * (1 - PLACEMENT_SLACK) <= made_for <= n for made_for, n in zip(saved.hot_bytes, hot_bytes))
+        ):
+            return saved
+    return None
 
 
 def find_sidecar(model: str | os.PathLike[str]) -> Path | None:
@@ -545,6 +656,19 @@ class BaseModel:
         return others
 
 
+def split_layer_name(name: str) -> tuple[int, str] | None:
+    """`blk.7.rest` -> (7, `rest`); None for other names.
+
+    Args:
+        name: of a tensor.
+
+    Returns:
+        The layer and what follows.
+    """
+    match = _LAYER_NAME.fullmatch(name)
+    return None if match is None else (int(match[1]), match[2])
+
+
 def layer_digests(base: str | os.PathLike[str]) -> list[str]:
     """FORMAT's digest of every layer's FFN.
 
@@ -762,6 +886,7 @@ class _PlanReader:
             predictor_input=predictor_input,
             loss=loss,
             corpus=corpus,
+            placements=self.placements([layer["n_ff"] for layer in layers]),
             path=Path(self.path),
             base_offset=offset,
             base_size=size,
@@ -774,25 +899,30 @@ class _PlanReader:
         return self.error(f"{text}; {_PLAN_AGAIN}")
 
     def expected(self, name: str, found: object, expected: object, i_layer: int | None = None) -> FormatError:
-        layer = "" if i_layer is None else f" of layer {i_layer}"
+        return self.key_expected(KEYS[name], found, expected, "" if i_layer is None else f" of layer {i_layer}")
+
+    def key_expected(self, key: str, found: object, expected: object, of: str = "") -> FormatError:
         shown = repr(found[:80]) if isinstance(found, str) else found
-        return self.wrong(f"{KEYS[name]}{layer} is {shown}; expected {expected}")
+        return self.wrong(f"{key}{of} is {shown}; expected {expected}")
 
     def value(self, name: str, type_name: str, is_array: bool, required: bool) -> Any:
-        value = self.file.values.get(KEYS[name])
+        return self.key_value(KEYS[name], type_name, is_array, required, self.n_layer, "layer")
+
+    def key_value(self, key: str, type_name: str, is_array: bool, required: bool, n: int, what: str) -> Any:
+        value = self.file.values.get(key)
         if value is None:
             if required:
-                raise self.wrong(f"{KEYS[name]} is missing; an extended GGUF must have it")
+                raise self.wrong(f"{key} is missing; an extended GGUF must have it")
             return None
         if (value.type, value.is_array) != (type_name, is_array):
             kinds = {False: "of type ", True: "an array of "}
             raise self.wrong(
-                f"{KEYS[name]} is {kinds[value.is_array]}{value.type}; "
+                f"{key} is {kinds[value.is_array]}{value.type}; "
                 f"expected {kinds[is_array].removeprefix('of type ')}{type_name}"
             )
-        if is_array and value.n != self.n_layer:
-            raise self.wrong(f"{KEYS[name]} has {value.n} values; expected {self.n_layer}, one per layer")
-        return self.file.get(KEYS[name])
+        if is_array and value.n != n:
+            raise self.wrong(f"{key} has {value.n} values; expected {n}, one per {what}")
+        return self.file.get(key)
 
     def scalar(self, name: str, type_name: str, default: Any = ...) -> Any:
         value = self.value(name, type_name, is_array=False, required=default is ...)
@@ -850,6 +980,53 @@ class _PlanReader:
             "profile_density": self.floats("profile_density", 0.0, 1.0),
         }
         return [dict(zip(columns, row)) for row in zip(*columns.values())]
+
+    def placements(self, n_ff: list[int]) -> tuple[SavedPlacement, ...]:
+        """All saved placements."""
+        n_placements = self.scalar("placement_count", "u32", 0)
+        if n_placements > MAX_PLACEMENTS:
+            raise self.expected("placement_count", n_placements, f"at most {MAX_PLACEMENTS}")
+        return tuple(self.placement(i, n_ff) for i in range(n_placements))
+
+    def placement(self, i_placement: int, n_ff: list[int]) -> SavedPlacement:
+        def key(name: str) -> str:
+            return KEYS[f"placement_{name}"] % i_placement
+
+        def scalar(name: str, type_name: str) -> Any:
+            return self.key_value(key(name), type_name, False, True, 0, "")
+
+        def array(name: str, type_name: str, n: int, what: str) -> tuple[Any, ...]:
+            return tuple(self.key_value(key(name), type_name, True, True, n, what))
+
+        listed = self.file.values.get(key("device"))
+        n_devices = listed.n if listed is not None and listed.is_array else 1
+        if not 1 <= n_devices <= MAX_DEVICES:
+            raise self.wrong(f"{key('device')} has {n_devices} values; expected 1 .. {MAX_DEVICES}")
+        saved = SavedPlacement(
+            version=scalar("version", "u32"),
+            budget=scalar("budget", "str"),
+            n_ctx=scalar("n_ctx", "u32"),
+            devices=array("device", "str", n_devices, "device"),
+            hot_bytes=array("hot_bytes", "u64", n_devices, "device"),
+            n_hot=array("n_hot", "u32", self.n_layer, "layer"),
+            i_device=array("i_device", "u32", self.n_layer, "layer"),
+            token_s=scalar("token_s", "f32"),
+            gap=scalar("gap", "f32"),
+            model_hash=scalar("model_hash", "str"),
+            statistics_hash=scalar("statistics_hash", "str"),
+        )
+        for i, (n_hot, i_device) in enumerate(zip(saved.n_hot, saved.i_device)):
+            if n_hot > n_ff[i]:
+                raise self.key_expected(key("n_hot"), n_hot, f"at most {n_ff[i]} (n_ff)", f" of layer {i}")
+            if i_device >= n_devices:
+                raise self.key_expected(key("i_device"), i_device, f"0 .. {n_devices - 1}", f" of layer {i}")
+        for name in ("token_s", "gap"):
+            if not 0 <= getattr(saved, name) <= _F32_MAX:
+                raise self.key_expected(key(name), getattr(saved, name), "a finite number from 0 up")
+        for name in ("model_hash", "statistics_hash"):
+            if not re.fullmatch("[0-9a-f]{64}", getattr(saved, name)):
+                raise self.key_expected(key(name), getattr(saved, name), "64 hexadecimal digits")
+        return saved
 
     def check_tensor_names(self, n_ff: list[int]) -> None:
         """Every tensor is one of the format's, for a layer that the plan covers."""
@@ -998,6 +1175,8 @@ def write_plan(
 ) -> Path:
     """Writes an extended GGUF: a temporary file, read back with every check, then renamed.
 
+    Saved placements of other weights or other statistics than the plan's are left out: nothing could use them again.
+
     Args:
         plan: what to write.
         path: the file.
@@ -1024,11 +1203,11 @@ def write_plan(
 def _write(plan: Plan, path: Path, base: BaseModel | None, progress: Progress | None) -> None:
     writer = GGUFWriter(path, ARCHITECTURE)
     writer.add_custom_alignment(ALIGNMENT)
-    for name, kind, value in _plan_values(plan):
+    for key, kind, value in _plan_values(plan):
         if isinstance(value, list):
-            writer.add_key_value(KEYS[name], value, GGUFValueType.ARRAY, sub_type=kind)
+            writer.add_key_value(key, value, GGUFValueType.ARRAY, sub_type=kind)
         else:
-            writer.add_key_value(KEYS[name], value, kind)
+            writer.add_key_value(key, value, kind)
     sources: list[list[np.ndarray]] = []  # of each tensor, the runs of bytes
     for name, array, row_type in _plan_arrays(plan):
         array = np.ascontiguousarray(array)
@@ -1048,7 +1227,36 @@ def _write(plan: Plan, path: Path, base: BaseModel | None, progress: Progress | 
 
 
 def _plan_values(plan: Plan) -> Iterator[tuple[str, GGUFValueType, Any]]:
-    """(name in KEYS, value type, value) of every key to write; optional ones only where they say something."""
+    """(key, value type, value) of every key to write; optional ones only where they say something."""
+    for name, kind, value in _model_values(plan):
+        yield KEYS[name], kind, value
+    wished = (model_hash(plan), statistics_hash(plan)) if plan.placements else ()
+    usable = [saved for saved in plan.placements if (saved.model_hash, saved.statistics_hash) == wished]
+    if usable:
+        yield KEYS["placement_count"], GGUFValueType.UINT32, len(usable)
+    for i, saved in enumerate(usable):
+        for name, kind, value in _placement_values(saved):
+            yield KEYS[name] % i, kind, value
+
+
+def _placement_values(saved: SavedPlacement) -> Iterator[tuple[str, GGUFValueType, Any]]:
+    """(name in KEYS, value type, value) of every key of a saved placement."""
+    t = GGUFValueType
+    yield "placement_version", t.UINT32, saved.version
+    yield "placement_budget", t.STRING, saved.budget
+    yield "placement_n_ctx", t.UINT32, saved.n_ctx
+    yield "placement_device", t.STRING, list(saved.devices)
+    yield "placement_hot_bytes", t.UINT64, list(saved.hot_bytes)
+    yield "placement_n_hot", t.UINT32, list(saved.n_hot)
+    yield "placement_i_device", t.UINT32, list(saved.i_device)
+    yield "placement_token_s", t.FLOAT32, saved.token_s
+    yield "placement_gap", t.FLOAT32, saved.gap
+    yield "placement_model_hash", t.STRING, saved.model_hash
+    yield "placement_statistics_hash", t.STRING, saved.statistics_hash
+
+
+def _model_values(plan: Plan) -> Iterator[tuple[str, GGUFValueType, Any]]:
+    """(name in KEYS, value type, value) of every key that isn't a placement's."""
     t = GGUFValueType
     yield "format_version", t.UINT32, FORMAT_VERSION
     yield "base_architecture", t.STRING, plan.base_architecture
@@ -1150,6 +1358,10 @@ def header_text() -> str:
         f"inline constexpr unsigned digest_head_bytes = {DIGEST_HEAD_BYTES};",
         f'inline constexpr char sidecar_suffix[] = "{SIDECAR_SUFFIX}";',
         f"inline constexpr unsigned max_block_count = {MAX_BLOCK_COUNT};",
+        f"inline constexpr unsigned max_devices = {MAX_DEVICES};",
+        f"inline constexpr unsigned max_placements = {MAX_PLACEMENTS};",
+        f"inline constexpr unsigned placement_version = {PLACEMENT_VERSION};",
+        f"inline constexpr double placement_slack = {PLACEMENT_SLACK};",
         "",
     ]
     lines += [f'inline constexpr char key_{name}[] = "{key}";' for name, key in KEYS.items()]

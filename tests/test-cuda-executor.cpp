@@ -121,42 +121,6 @@ struct built {
     }
 };
 
-// The layer without its first n_hot positions.
-ffn_layer without_hot(const ffn_layer & layer, int64_t n_hot) {
-    ffn_layer cold = layer;
-    cold.n_ff -= n_hot;
-    for (row_matrix * m : {&cold.first, &cold.second, &cold.down, &cold.fc2}) {
-        if (m->rows != nullptr) {
-            m->n_rows -= n_hot;
-            if (m->row_of != nullptr) {
-                m->row_of += n_hot;
-            } else {
-                m->rows += n_hot * m->stride_bytes;
-            }
-        }
-    }
-    for (std::vector<float> * values : {&cold.first_bias, &cold.second_bias, &cold.down_norm}) {
-        values->erase(values->begin(), values->begin() + std::min<size_t>(n_hot, values->size()));
-    }
-    return cold;
-}
-
-gpu_layer_shape shape_of(const ffn_layer & layer, int64_t n_hot) {
-    gpu_layer_shape shape;
-    shape.n_embd = layer.n_embd;
-    shape.n_ff = layer.n_ff;
-    shape.n_hot = n_hot;
-    shape.rank = layer.fc1.n_rows;
-    shape.first_type = layer.first.row_type;
-    shape.second_type = layer.gated ? layer.second.row_type : -1;
-    shape.down_type = layer.down.row_type;
-    shape.fc1_type = layer.fc1.row_type;
-    shape.fc2_type = layer.fc2.row_type;
-    shape.has_first_bias = !layer.first_bias.empty();
-    shape.has_second_bias = !layer.second_bias.empty();
-    return shape;
-}
-
 // A device with nothing but a name.
 struct named_device {
     const char * name;
@@ -206,23 +170,25 @@ void forward(const ffn_layer & layer, const ffn_options & options, int64_t n_tok
 // n_tokens of one layer, n_hot of its neurons on the device.
 void test_split(const layer_case & c, ggml_backend_dev_t device, int64_t n_hot, const std::vector<int64_t> & batches, const std::vector<ffn_mode> & modes) {
     const built b(c);
-    const ffn_layer cold = without_hot(b.layer, n_hot);
+    const ffn_layer cold = ffn_without_hot(b.layer, n_hot);
+    const gpu_layer_shape shape(b.layer, n_hot, true);
     const double limit = c.activation == ffn_activation::gelu ? gelu_tolerance : tolerance;
     std::unique_ptr<gpu_store> store = cuda_store_create(device);
     std::unique_ptr<gpu_executor> gpu;
     const int64_t max_tokens = *std::max_element(batches.begin(), batches.end());
-    if (!is_ok(store->check_layer(3, shape_of(b.layer, n_hot))) || !is_ok(store->add_layer(3, b.layer, n_hot, &kernels_scalar)) ||
+    if (!is_ok(store->check_layer(3, shape)) || !is_ok(store->add_layer(3, b.layer, shape, &kernels_scalar)) ||
         !is_ok(store->make_executor(max_tokens, gpu))) {
         return;
     }
-    CHECK(store->memory_bytes() == cuda_rows_bytes(shape_of(b.layer, n_hot)));
-    CHECK(store->memory_bytes() >= n_hot * cuda_neuron_bytes(shape_of(b.layer, n_hot)));
-    CHECK(gpu->memory_bytes() == cuda_scratch_bytes({shape_of(b.layer, n_hot)}, max_tokens));
+    CHECK(store->memory_bytes() == cuda_rows_bytes(shape));
+    CHECK(store->memory_bytes() >= n_hot * cuda_neuron_bytes(shape));
+    CHECK(gpu->memory_bytes() == cuda_scratch_bytes({shape}, max_tokens));
     const uint64_t neuron_bytes = b.layer.first.row_bytes + (c.gated ? b.layer.second.row_bytes : 0) + b.layer.down.row_bytes;
     ffn_workspace workspace;
     for (const int64_t n_tokens : batches) {
         for (const ffn_mode mode : modes) {
-            const ffn_options options = options_of(c, mode);
+            ffn_options options = options_of(c, mode);
+            options.count_hot = true;
             const int64_t ld = c.n_embd + 5;
             const std::vector<float> x = random_values(n_tokens * ld, 1.0f);
             const std::vector<float> r = n_tokens % 2 == 0 ? random_values(n_tokens * ld, 1.0f) : x;
@@ -250,13 +216,15 @@ void test_split(const layer_case & c, ggml_backend_dev_t device, int64_t n_hot, 
                 }
                 compare(expected, y, limit);
                 CHECK(done.n_candidates + rest.n_candidates == whole.n_candidates);
-                CHECK(done.n_active + rest.n_active == whole.n_active);
+                CHECK(done.n_used + rest.n_active == whole.n_active);
+                CHECK(mode == ffn_mode::dense ? done.n_active <= done.n_used : done.n_active == done.n_used);
                 CHECK(done.begin_s > 0.0 && done.end_s >= done.begin_s);
                 CHECK(done.copied_bytes >= 2 * n_tokens * c.n_embd * sizeof(float));
                 if (mode == ffn_mode::dense) {
                     CHECK(done.read_bytes == n_tokens * n_hot * neuron_bytes);
                 }
             }
+            options.count_hot = false;
             gpu_result streamed;
             std::fill(y.begin(), y.end(), 0.5f);
             if (!is_ok(gpu->stream(3, cold, options, n_tokens, x.data(), ld, n_tokens % 2 == 0 ? r.data() : x.data(), ld, y.data(), ld, streamed))) {
@@ -267,7 +235,8 @@ void test_split(const layer_case & c, ggml_backend_dev_t device, int64_t n_hot, 
             }
             compare(expected, y, limit);
             CHECK(streamed.n_candidates == whole.n_candidates);
-            CHECK(streamed.n_active == whole.n_active);
+            CHECK(streamed.n_used == whole.n_active);
+            CHECK(streamed.n_active == 0);  // not asked for
             CHECK(streamed.copied_bytes >= cold.n_ff * neuron_bytes);
         }
     }
@@ -279,7 +248,7 @@ void test_multiply(const layer_case & c, ggml_backend_dev_t device, int64_t n_to
     const int64_t n_hot = 45;
     std::unique_ptr<gpu_store> store = cuda_store_create(device);
     std::unique_ptr<gpu_executor> gpu;
-    if (!is_ok(store->add_layer(0, b.layer, n_hot, &kernels_scalar)) || !is_ok(store->make_executor(n_tokens, gpu))) {
+    if (!is_ok(store->add_layer(0, b.layer, gpu_layer_shape(b.layer, n_hot, false), &kernels_scalar)) || !is_ok(store->make_executor(n_tokens, gpu))) {
         return;
     }
     const std::vector<float> x = random_values(n_tokens * c.n_embd, 1.0f);
@@ -317,27 +286,27 @@ void test_errors(ggml_backend_dev_t device) {
     c.type = GGML_TYPE_Q5_0;
     const built slow(c);
     std::unique_ptr<gpu_store> store = cuda_store_create(device);
-    CHECK(has(store->check_layer(3, shape_of(slow.layer, 8)), "CUDA0: layer 3: gate rows are q5_0; the CUDA kernels read"));
-    CHECK(has(store->add_layer(3, slow.layer, 8, &kernels_scalar), "gate rows are q5_0"));
+    CHECK(has(store->check_layer(3, gpu_layer_shape(slow.layer, 8, true)), "CUDA0: layer 3: gate rows are q5_0; the CUDA kernels read"));
+    CHECK(has(store->add_layer(3, slow.layer, gpu_layer_shape(slow.layer, 8, true), &kernels_scalar), "gate rows are q5_0"));
     CHECK(store->memory_bytes() == 0);
 
     named_device other("Vulkan0", nullptr);
     std::unique_ptr<gpu_store> wrong = cuda_store_create(&other.device);
-    CHECK(has(wrong->check_layer(0, shape_of(slow.layer, 8)), "Vulkan0: not a device of ggml's CUDA backend"));
-    CHECK(has(wrong->add_layer(0, slow.layer, 8, &kernels_scalar), "Vulkan0: not a device"));
+    CHECK(has(wrong->check_layer(0, gpu_layer_shape(slow.layer, 8, true)), "Vulkan0: not a device of ggml's CUDA backend"));
+    CHECK(has(wrong->add_layer(0, slow.layer, gpu_layer_shape(slow.layer, 8, true), &kernels_scalar), "Vulkan0: not a device"));
 
 #ifdef POWERINFER_CUDA_SHIM
     named_device missing("CUDA7", nullptr);
-    CHECK(has(cuda_store_create(&missing.device)->check_layer(0, shape_of(slow.layer, 8)), "CUDA7: choosing the device: no CUDA-capable"));
+    CHECK(has(cuda_store_create(&missing.device)->check_layer(0, gpu_layer_shape(slow.layer, 8, true)), "CUDA7: choosing the device: no CUDA-capable"));
     named_device elsewhere("CUDA0", "0000:ff:00.0");
-    CHECK(has(cuda_store_create(&elsewhere.device)->check_layer(0, shape_of(slow.layer, 8)), "CUDA0: device 0000:ff:00.0: invalid argument"));
+    CHECK(has(cuda_store_create(&elsewhere.device)->check_layer(0, gpu_layer_shape(slow.layer, 8, true)), "CUDA0: device 0000:ff:00.0: invalid argument"));
 
     c.type = GGML_TYPE_F16;
     const built b(c);
     cuda_shim::memory_left_bytes = 1000;
-    CHECK(has(store->add_layer(3, b.layer, 8, &kernels_scalar), "CUDA0: layer 3: 1 MiB of GPU memory: out of memory; expected that much free memory; give a smaller"));
+    CHECK(has(store->add_layer(3, b.layer, gpu_layer_shape(b.layer, 8, true), &kernels_scalar), "CUDA0: layer 3: 1 MiB of GPU memory: out of memory; expected that much free memory; give a smaller"));
     cuda_shim::memory_left_bytes = SIZE_MAX;
-    is_ok(store->add_layer(3, b.layer, 8, &kernels_scalar));
+    is_ok(store->add_layer(3, b.layer, gpu_layer_shape(b.layer, 8, true), &kernels_scalar));
     std::unique_ptr<gpu_executor> gpu;
     cuda_shim::memory_left_bytes = 1000;
     CHECK(has(store->make_executor(4, gpu), "CUDA0: scratch: "));

@@ -214,6 +214,24 @@ private:
     std::filesystem::path path_;
 };
 
+// "powerinfer.placement.%d.x" -> "powerinfer.placement.0.x"
+std::string first(const char * pattern) { return std::string(pattern).replace(std::strstr(pattern, "%d") - pattern, 2, "0"); }
+
+void set_placement(file_fields & file) {
+    file.set(format::key_placement_count, uint32_t(1));
+    file.set(first(format::key_placement_version), uint32_t(format::placement_version));
+    file.set(first(format::key_placement_budget), "75%");
+    file.set(first(format::key_placement_n_ctx), uint32_t(4096));
+    file.set(first(format::key_placement_device), array_of<std::string>({"one", "two"}));
+    file.set(first(format::key_placement_hot_bytes), array_of<uint64_t>({uint64_t(1) << 40, 1000}));
+    file.set(first(format::key_placement_n_hot), array_of<uint32_t>({n_ff, 3, 0}));
+    file.set(first(format::key_placement_i_device), array_of<uint32_t>({0, 1, 0}));
+    file.set(first(format::key_placement_token_s), 0.25f);
+    file.set(first(format::key_placement_gap), 0.125f);
+    file.set(first(format::key_placement_model_hash), std::string(64, 'a'));
+    file.set(first(format::key_placement_statistics_hash), std::string(64, 'b'));
+}
+
 // A plan with everything in it, for the base at `base_path`.
 file_fields plan_fields(const std::string & base_path) {
     plan bare;
@@ -242,6 +260,7 @@ file_fields plan_fields(const std::string & base_path) {
     file.set(format::key_profile_tokens, array_of<uint64_t>({1000, uint64_t(1) << 40, 0}));
     file.set(format::key_profile_density, array_of<float>({0.1f, 0.2f, 0.0f}));
     file.set(format::key_profile_corpus, "some text");
+    set_placement(file);
     for (int i = 0; i < 2; i++) {
         std::vector<int32_t> order(n_ff);
         std::vector<float> frequency(n_ff);
@@ -334,6 +353,16 @@ void test_good(const test_folder & folder) {
     const std::vector<float> fc2 = some_floats(rank * n_ff, 1);
     CHECK(layer.fc2.size_bytes == fc2.size() * sizeof(float) &&
           std::memcmp(layer.fc2.data, fc2.data(), layer.fc2.size_bytes) == 0);
+    CHECK(layer.gate_type == GGML_TYPE_F32 && layer.up_type == GGML_TYPE_F32 && layer.down_type == GGML_TYPE_F32);
+    CHECK(read.layers[2].gate_type == -1 && read.layers[2].down_type == -1);
+    CHECK(read.placements.size() == 1);
+    const saved_placement & saved = read.placements[0];
+    CHECK(saved.version == format::placement_version && saved.budget == "75%" && saved.n_ctx == 4096);
+    CHECK(saved.devices == std::vector<std::string>({"one", "two"}));
+    CHECK(saved.hot_bytes == std::vector<uint64_t>({uint64_t(1) << 40, 1000}));
+    CHECK(saved.n_hot == std::vector<uint32_t>({n_ff, 3, 0}) && saved.i_device == std::vector<uint32_t>({0, 1, 0}));
+    CHECK(saved.token_s == 0.25f && saved.gap == 0.125f);
+    CHECK(saved.model_hash == std::string(64, 'a') && saved.statistics_hash == std::string(64, 'b'));
     CHECK(plan_read(path, base, read).ok());
 
     file_fields least = plan_fields(base);
@@ -342,12 +371,13 @@ void test_good(const test_folder & folder) {
          {format::key_alignment, format::key_ffn_activation_param, format::key_ffn_threshold, format::key_ffn_product_threshold,
           format::key_ffn_loss, format::key_predictor_kind, format::key_predictor_input, format::key_predictor_threshold,
           format::key_predictor_recall, format::key_predictor_candidate_density, format::key_profile_tokens,
-          format::key_profile_density, format::key_profile_corpus}) {
+          format::key_profile_density, format::key_profile_corpus, format::key_placement_count}) {
         least.remove(key);
     }
     CHECK(plan_read(folder.write("least.powerinfer.gguf", least.build()), "", read).ok());
     CHECK(!read.has_loss && !read.predictor_reads_residual && read.layers[0].neuron_order.empty() && !read.layers[0].fc1.data);
     CHECK(read.layers[0].predictor == predictor_kind::none && read.layers[0].threshold == 0.0f);
+    CHECK(read.placements.empty() && plan_find_placement(read, {}) == nullptr);
 
     model_file_kind kind = model_file_kind::plain;
     CHECK(model_file_kind_of(path, kind).ok() && kind == model_file_kind::extended);
@@ -498,6 +528,40 @@ void test_against_format(const test_folder & folder) {
         {"no base named", [](file_fields & f) { f.remove(format::key_base_file); }, {"powerinfer.base.file"}},
         {"other architecture", [](file_fields & f) { f.set(format::key_base_architecture, "qwen2"); }, {"'llama'", "'qwen2'"}},
         {"ungated", [](file_fields & f) { f.set(format::key_ffn_gated, false); }, {"layer 0's", "a gate"}},
+        {"a second placement",
+         [](file_fields & f) { f.set(format::key_placement_count, uint32_t(2)); },
+         {"powerinfer.placement.1.version is missing"}},
+        {"many placements",
+         [](file_fields & f) { f.set(format::key_placement_count, ~uint32_t(0)); },
+         {"placement.count is 4294967295", "at most 64"}},
+        {"more hot than there are",
+         [](file_fields & f) { f.set(first(format::key_placement_n_hot), array_of<uint32_t>({n_ff, n_ff + 1, 0})); },
+         {"placement.0.n_hot of layer 1 is 65", "at most 64 (n_ff)"}},
+        {"hot neurons of a layer that isn't covered",
+         [](file_fields & f) { f.set(first(format::key_placement_n_hot), array_of<uint32_t>({0, 0, 1})); },
+         {"placement.0.n_hot of layer 2 is 1", "at most 0"}},
+        {"negative n_hot",
+         [](file_fields & f) { f.set(first(format::key_placement_n_hot), array_of<int32_t>({0, -1, 0})); },
+         {"array of i32", "array of u32"}},
+        {"n_hot too short",
+         [](file_fields & f) { f.set(first(format::key_placement_n_hot), array_of<uint32_t>({0, 0})); },
+         {"has 2 values; expected 3, one per layer"}},
+        {"no device",
+         [](file_fields & f) { f.set(first(format::key_placement_device), array_of<std::string>({})); },
+         {"has 0 values; expected 1 .. 16"}},
+        {"hot bytes of one device",
+         [](file_fields & f) { f.set(first(format::key_placement_hot_bytes), array_of<uint64_t>({1})); },
+         {"has 1 values; expected 2, one per device"}},
+        {"device out of range",
+         [](file_fields & f) { f.set(first(format::key_placement_i_device), array_of<uint32_t>({0, 2, 0})); },
+         {"i_device of layer 1 is 2", "0 .. 1"}},
+        {"placement gap", [=](file_fields & f) { f.set(first(format::key_placement_gap), nan); }, {"placement.0.gap is nan"}},
+        {"negative seconds",
+         [](file_fields & f) { f.set(first(format::key_placement_token_s), -1.0f); },
+         {"placement.0.token_s is -1"}},
+        {"placement hash",
+         [](file_fields & f) { f.set(first(format::key_placement_model_hash), "xyz"); },
+         {"placement.0.model_hash is 'xyz'", "64 hexadecimal digits"}},
     };
     for (const char * key : {format::key_architecture, format::key_format_version, format::key_base_architecture,
                              format::key_block_count, format::key_embedding_length, format::key_feed_forward_length,
@@ -512,6 +576,40 @@ void test_against_format(const test_folder & folder) {
         parts.push_back("bad.powerinfer.gguf: ");
         expect_error(damaged.what, plan_read(folder.write("bad.powerinfer.gguf", file.build()), "", out), parts);
     }
+}
+
+// BUG_CASES 12: model, statistics, budget and version.
+void test_find_placement(const test_folder & folder) {
+    plan read;
+    CHECK(plan_read(folder.path("good.powerinfer.gguf"), "", read).ok());
+    saved_placement & saved = read.placements[0];
+    saved.hot_bytes = {1000000, 0};
+    CHECK(!plan_find_placement(read, {1000000, 0}));
+    saved.model_hash = plan_model_hash(read);
+    saved.statistics_hash = plan_statistics_hash(read);
+    CHECK(plan_find_placement(read, {1000000, 0}) == &saved);
+    CHECK(plan_find_placement(read, {1010000, 0}) == &saved);
+    for (const std::vector<uint64_t> & other :
+         {std::vector<uint64_t>{999999, 0}, {1020000, 0}, {1000000, 1}, {1000000}, {1000000, 0, 0}, {}}) {
+        CHECK(!plan_find_placement(read, other));
+    }
+    saved.version++;
+    CHECK(!plan_find_placement(read, {1000000, 0}));
+    saved.version--;
+    plan other = read;
+    other.layers[1].neuron_frequency[n_ff - 1] = 0.5f;
+    CHECK(!plan_find_placement(other, {1000000, 0}));
+    other = read;
+    std::swap(other.layers[0].neuron_order[0], other.layers[0].neuron_order[1]);
+    CHECK(!plan_find_placement(other, {1000000, 0}));
+    other = read;
+    other.layers[0].digest[0] ^= 1;
+    CHECK(!plan_find_placement(other, {1000000, 0}));
+    other = read;
+    other.layers[0].ffn_down_t.row_type = GGML_TYPE_BF16;
+    CHECK(!plan_find_placement(other, {1000000, 0}));
+    read.placements.push_back(saved);
+    CHECK(plan_find_placement(read, {1000000, 0}) == &read.placements[1]);
 }
 
 void test_other_base(const test_folder & folder) {
@@ -785,7 +883,7 @@ void test_every_byte(const test_folder & folder) {
         plan out;
         CHECK(plan_read(file.path(), base_override, out).ok());
         int n_read = 0;
-        for (size_t i = 0; i < std::min<size_t>(content.size(), 6144); i++) {
+        for (size_t i = 0; i < std::min<size_t>(content.size(), 7168); i++) {
             for (const uint8_t mask : {0xff, 0x01, 0x80}) {
                 const uint8_t flipped = content[i] ^ mask;
                 file.write(i, &flipped, 1);
@@ -811,6 +909,7 @@ int main() {
     test_digest();
     test_good(folder);
     test_against_format(folder);
+    test_find_placement(folder);
     test_other_base(folder);
     test_embedded(folder);
     test_from_base(folder);

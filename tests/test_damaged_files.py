@@ -12,6 +12,7 @@ import tiny_models
 
 from powerinfer_py import cli
 from powerinfer_py.tools import pack_plan
+from powerinfer_py.tools.hardware import Cpu, Gpu, Hardware, write_hardware
 
 # Of processor time; a check that reads what a header announces would take longer.
 LIMIT_S = 1.0
@@ -23,6 +24,7 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "zero bytes": lambda content: bytes(len(content)),
     "text": lambda content: b"This is a text file, not a model.\n" * 100,
 }
+ONE_GPU = Hardware("one", "made up", Cpu("c", 1 << 36, 1e10, {}, 1), (Gpu("g", 1 << 30, 1e11, {}, 1e10, 1e10, 1e-5),))
 # Verb and the place of the damaged file -> its command line. {model} has {plan} beside it; {packed} is both in one file.
 COMMANDS = {
     "inspect model": "inspect {model}",
@@ -39,6 +41,9 @@ COMMANDS = {
     "perplexity model": "perplexity {model} -f {text} --json {out}/out.json",
     "perplexity plan": "perplexity {model} -f {text} --json {out}/out.json",
     "perplexity packed": "perplexity {packed} -f {text} --json {out}/out.json",
+    "place model": "place {model} --vram-budget 1 --hardware {hardware} -o {out}/out.json --save",
+    "place plan": "place {plan} --base {model} --vram-budget 1 --hardware {hardware} -o {out}/out.json",
+    "place packed": "place {packed} --vram-budget 1 --hardware {hardware} -o {out}/out.json",
     "perplexity part": "perplexity {split} -f {text} --json {out}/out.json",
 }
 
@@ -54,6 +59,7 @@ def whole_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     files["split"] = tiny_models.write_tiny_model(folder / "s.gguf", n_layer=2, split_max_tensors=15)
     files["split_plan"] = tiny_models.write_tiny_plan(files["split"])
     files["part"] = folder / files["split"].name.replace("-00001-", "-00002-")
+    files["hardware"] = write_hardware(ONE_GPU, folder / "hardware.json")
     files["text"] = folder / "text.txt"
     files["text"].write_text("the river came down from the hills in spring, brown and fast. " * 200)
     return files

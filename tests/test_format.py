@@ -84,6 +84,23 @@ def errors_of(path: Path, base: Path) -> tuple[str, str]:
     )
 
 
+def saved_placement(plan: pi_format.Plan, **changes: object) -> pi_format.SavedPlacement:
+    """A placement of a plan's first 64 neurons per covered layer, for one device with 1 MB for them."""
+    fields = {
+        "budget": "8GiB",
+        "n_ctx": 4096,
+        "devices": ("GPU 0",),
+        "hot_bytes": (10**6,),
+        "n_hot": tuple(min(64, layer.n_ff) for layer in plan.layers),
+        "i_device": (0,) * plan.n_layer,
+        "token_s": 0.25,
+        "gap": 0.125,
+        "model_hash": pi_format.model_hash(plan),
+        "statistics_hash": pi_format.statistics_hash(plan),
+    }
+    return pi_format.SavedPlacement(**{**fields, **changes})
+
+
 @pytest.fixture
 def model(tiny_model: Callable[..., Path]) -> Path:
     return tiny_model(n_layer=3, n_ff=96)
@@ -92,9 +109,11 @@ def model(tiny_model: Callable[..., Path]) -> Path:
 @pytest.fixture
 def plan_path(model: Path, tiny_plan: Callable[..., Path]) -> Path:
     """A plan with everything in it."""
-    return tiny_plan(
+    path = tiny_plan(
         model, order_seed=1, frequency=True, predictor="linear", rank=8, threshold=0.1, loss=0.01, ffn_down_t="F16"
     )
+    plan = pi_format.read_plan(path)
+    return pi_format.write_plan(dataclasses.replace(plan, placements=(saved_placement(plan),)), path)
 
 
 # ---- Names and types -----------------------------------------------------------------------------------------------
@@ -172,6 +191,9 @@ def test_plan_is_read_as_written(model: Path, tmp_path: Path) -> None:
     plan = dataclasses.replace(
         bare, layers=layers, loss=0.015625, corpus="caf\u00e9", predictor_input="residual", activation="relu_sqr"
     )
+    devices = {"devices": ("one", "two"), "hot_bytes": (1 << 40, 0), "i_device": (0, 0, 1), "budget": "75%"}
+    placements = (saved_placement(plan), saved_placement(plan, version=7, **devices))
+    plan = dataclasses.replace(plan, placements=placements)
     path = pi_format.write_plan(plan, tmp_path / "all.powerinfer.gguf")
     read = pi_format.read_plan(path)
     assert read.path == path and not read.is_embedded
@@ -186,6 +208,39 @@ def test_plan_is_read_as_written(model: Path, tmp_path: Path) -> None:
                 written, found = written.data, found.data
             assert np.array_equal(written, found), field.name
     assert [layer["n_ff"] for layer in _core.Plan.open(path, model).layers()] == [96, 0, 96]
+
+
+def test_saved_placement_is_used_again_only_for_the_same_model_statistics_budget_and_version(
+    model: Path, plan_path: Path
+) -> None:
+    """BUG_CASES 12, in Python and in the core alike."""
+    plan = pi_format.read_plan(plan_path)
+    layer = plan.layers[1]
+    small = saved_placement(plan, hot_bytes=(10**5,))
+    two = saved_placement(plan, devices=("a", "b"), hot_bytes=(10**6, 500))
+    placements = (small, *plan.placements, saved_placement(plan, version=2, hot_bytes=(10**7,)), two)
+    changed = {
+        "as it was": {},
+        "frequency": {"neuron_frequency": layer.neuron_frequency * np.float32(0.5)},
+        "order": {"neuron_order": layer.neuron_order[::-1]},
+        "no order": {"neuron_order": None},
+        "down_t": {"ffn_down_t": None},
+        "predictor": {"predictor": "none", "fc1": None, "fc2": None},
+    }
+    wished = {(10**5,): 0, (10**6,): 1, (10**6 + 9999,): 1, (10**6 - 1,): None, (10**6 + 20000,): None}
+    wished.update({(10**7,): None, (10**6, 500): 3, (10**6, 499): None, (0,): None, (): None})
+    for name, fields in changed.items():
+        layers = (plan.layers[0], dataclasses.replace(layer, **fields), plan.layers[2])
+        other = dataclasses.replace(plan, layers=layers)
+        stale = name not in ("as it was", "predictor")
+        for hot_bytes, index in wished.items():
+            found = pi_format.find_placement(dataclasses.replace(other, placements=placements), hot_bytes)
+            assert found is (None if stale or index is None else placements[index]), (name, hot_bytes)
+        # the writer leaves stale ones out, so the core is asked for each state of the file
+        path = pi_format.write_plan(dataclasses.replace(other, placements=placements), plan_path)
+        assert len(pi_format.read_plan(path).placements) == (0 if stale else 4)
+        for hot_bytes, index in wished.items():
+            assert _core.find_placement(path, model, list(hot_bytes)) == (None if stale else index), (name, hot_bytes)
 
 
 @pytest.mark.parametrize(
@@ -389,6 +444,14 @@ def set_key(key: str, value: object, kind: str | None = None) -> Callable[[Field
     return change
 
 
+def set_placement(key: str, value: object, kind: str | None = None) -> Callable[[Fields], None]:
+    def change(fields: Fields) -> None:
+        name = pi_format.KEYS[f"placement_{key}"] % 0
+        fields.keys[name] = (kind or fields.keys[name][0], value)
+
+    return change
+
+
 def set_tensor(name: str, array: np.ndarray, raw_type: GGMLQuantizationType | None = None) -> Callable[[Fields], None]:
     return lambda fields: fields.tensors.update({name: (array, raw_type)})
 
@@ -442,6 +505,19 @@ DAMAGES = {
     "unknown tensor": (set_tensor("blk.1.attn_q.weight", floats(96, 64)), "isn't part of format version 1"),
     "base not a GGUF": (set_tensor("base", np.zeros(100, np.int8)), "the base model in it"),
     "base of floats": (set_tensor("base", floats(100)), "tensor base is f32 [100]"),
+    "second placement": (set_key("placement_count", 2), "powerinfer.placement.1.version is missing"),
+    "many placements": (set_key("placement_count", 65), "powerinfer.placement.count is 65; expected at most 64"),
+    "n_hot": (set_placement("n_hot", [96, 97, 0]), "placement.0.n_hot of layer 1 is 97; expected at most 96 (n_ff)"),
+    "n_hot negative": (set_placement("n_hot", [-1, 0, 0], "i32"), "is an array of i32; expected an array of u32"),
+    "n_hot short": (set_placement("n_hot", [0, 0]), "has 2 values; expected 3, one per layer"),
+    "n_hot scalar": (set_placement("n_hot", 3), "of type u32; expected an array of u32"),
+    "devices": (set_placement("device", ["x"] * 17), "placement.0.device has 17 values; expected 1 .. 16"),
+    "device scalar": (set_placement("device", "x"), "of type str; expected an array of str"),
+    "hot bytes": (set_placement("hot_bytes", [1, 2]), "has 2 values; expected 1, one per device"),
+    "device index": (set_placement("i_device", [0, 0, 1]), "i_device of layer 2 is 1; expected 0 .. 0"),
+    "token_s": (set_placement("token_s", float("inf")), "placement.0.token_s is inf; expected a finite number from 0 up"),
+    "placement gap": (set_placement("gap", -1.0), "placement.0.gap is -1"),
+    "model hash": (set_placement("model_hash", "A" * 64), "expected 64 hexadecimal digits"),
     "ungated": (set_key("ffn_gated", False), "layer 0's FFN in the base model"),
     "ungated drelu": (lambda f: (set_key("ffn_gated", False)(f), set_key("ffn_activation", "drelu")(f)), "expected a gated FFN"),
 }  # fmt: skip

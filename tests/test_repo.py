@@ -25,6 +25,7 @@ DOCUMENTS = (
     "CONTRIBUTING.md",
     "CHANGELOG.md",
     "docs/pipeline.md",
+    "docs/placement.md",
     "docs/speed.md",
     "models/README.md",
     "models/tiny-relu/README.md",
@@ -68,7 +69,8 @@ def test_installed_package_has_what_it_needs_and_no_sources() -> None:
     listed = importlib.metadata.files("powerinfer_py") or []
     names = {str(path) for path in listed}
     if not is_editable():
-        assert {"powerinfer_py/py.typed", "powerinfer_py/tools/inspect_model.py"} <= names
+        needed = ("py.typed", "tools/inspect_model.py", "tools/machines/rtx4090.json")
+        assert {f"powerinfer_py/{name}" for name in needed} <= names
     assert {
         "powerinfer_py/_core.pyi",
         "powerinfer_py/include/ggml-powerinfer.h",

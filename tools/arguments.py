@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import math
+import re
 from pathlib import Path
 
 from powerinfer_py.errors import OptionError
@@ -36,6 +37,29 @@ def count_of(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text}; expected at least 1")
     return value
+
+
+def device_memory(name: str, text: str, total_bytes: int) -> int:
+    """An amount of a device's memory: GiB as a plain number, or `8GiB`, `512MiB`, `75%`. G and GB mean GiB, M and MB MiB.
+
+    Args:
+        name: of the option.
+        text: its value.
+        total_bytes: memory that the device has.
+
+    Returns:
+        Bytes.
+
+    Raises:
+        OptionError: another text.
+    """
+    found = re.fullmatch(r"((?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)(G|GB|GiB|M|MB|MiB|%)?", text, re.ASCII)
+    amount = float(found[1]) if found else math.nan
+    if found is None or not math.isfinite(amount) or (found[2] == "%" and amount > 100):
+        raise OptionError(
+            f"{name}: found '{text}'; expected an amount of GPU memory: GiB as a plain number, or 8GiB, 512MiB, 75%; change it."
+        )
+    return int(amount * {"M": 2**20, "%": total_bytes / 100}.get((found[2] or "G")[0], 2**30))
 
 
 def check_plan_path(name: str, path: Path) -> None:

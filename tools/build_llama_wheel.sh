@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Compiles one release of llama-cpp-python for this CPU and compiler, once, and prints the folder that holds the wheel.
+# With ggml's RPC backend: a GPU device of another process, which the tests use (GGML_RPC=OFF in CMAKE_ARGS leaves it out).
 # usage: build_llama_wheel.sh PYTHON llama-cpp-python==X.Y.Z
 set -euo pipefail
 python=$1
@@ -17,13 +18,16 @@ if [[ $assembly == *ldtilecfg* && $assembly != *'$77'* ]]; then
     flags="-include $header"
 fi
 
+cmake_args=${CMAKE_ARGS:-}
+[[ $cmake_args == *GGML_RPC* ]] || cmake_args="${cmake_args:+$cmake_args }-DGGML_RPC=ON"
+
 key=$({
     "$cc" --version
     "$cxx" --version
     uname -m
     grep -m1 -E '^(flags|Features)' /proc/cpuinfo || true
     [[ -z $flags ]] || cat "$header"
-    echo "${CFLAGS:-} ${CXXFLAGS:-} ${CMAKE_ARGS:-}"
+    echo "${CFLAGS:-} ${CXXFLAGS:-} $cmake_args"
 } | sha256sum)
 folder=${XDG_CACHE_HOME:-$HOME/.cache}/powerinfer/wheels/$requirement-${key:0:12}
 
@@ -36,8 +40,13 @@ if ! compgen -G "$folder/llama_cpp_python-*.whl" > /dev/null; then
     part=$(mktemp -d "$folder/part.XXXXXX")
     trap 'rm -rf "$part"' EXIT
     # Not from pip's cache: it holds what was built with other flags.
-    CFLAGS="${CFLAGS:-} $flags" CXXFLAGS="${CXXFLAGS:-} $flags" \
+    CFLAGS="${CFLAGS:-} $flags" CXXFLAGS="${CXXFLAGS:-} $flags" CMAKE_ARGS=$cmake_args \
         "$python" -m pip wheel --no-cache-dir --no-deps -w "$part" "$requirement" >&2
+    if [[ $cmake_args == *GGML_RPC=ON* && $("$python" -m zipfile -l "$part"/*.whl) != */libggml-rpc.so.0\ * ]]; then
+        echo "$requirement: the wheel has no libggml-rpc.so.0; CMAKE_ARGS asked for it ($cmake_args);" \
+            "see the CMake output above, or leave RPC out with CMAKE_ARGS=-DGGML_RPC=OFF" >&2
+        exit 1
+    fi
     mv "$part"/*.whl "$folder/"
 fi
 echo "$folder"

@@ -65,6 +65,29 @@ GGML_POWERINFER_API uint64_t ggml_backend_powerinfer_plan_base_offset(ggml_backe
 GGML_POWERINFER_API const char * ggml_backend_powerinfer_plan_tensor_pattern(ggml_backend_powerinfer_plan_t plan);
 GGML_POWERINFER_API ggml_backend_buffer_type_t ggml_backend_powerinfer_plan_buffer_type(ggml_backend_powerinfer_plan_t plan);
 
+// Where hot neurons go. Devices are of type GPU, and exist as long as the plan and its models.
+struct ggml_backend_powerinfer_split {
+    int n_devices;                       // 1 .. 16
+    const ggml_backend_dev_t * devices;  // (n_devices)
+    const int64_t * n_hot;               // (n_layer) neurons of each layer on its device, hot first; 0 for layers not covered
+    const int32_t * i_device;            // (n_layer) index into devices; NULL: all 0
+    int64_t max_tokens;                  // tokens that the scratch memory is made for (n_ubatch)
+    int64_t stream_tokens;               // batches of so many tokens and more: cold rows are brought to the device and computed there;
+                                         // 0: when the device asks for it (upstream's op_offload); -1: never
+};
+
+// Sets it, after open and before the model is loaded. false, and one sentence in error, when it doesn't fit the plan.
+GGML_POWERINFER_API bool ggml_backend_powerinfer_plan_set_split(
+    ggml_backend_powerinfer_plan_t plan, const struct ggml_backend_powerinfer_split * split, char * error, size_t error_size);
+
+// Memory that a split takes: per device (n_devices) bytes of hot rows, and of scratch in every context.
+GGML_POWERINFER_API bool ggml_backend_powerinfer_plan_split_bytes(
+    ggml_backend_powerinfer_plan_t plan, const struct ggml_backend_powerinfer_split * split, uint64_t * row_bytes, uint64_t * scratch_bytes,
+    char * error, size_t error_size);
+
+// Device bytes of one hot neuron of a layer; 0: not covered.
+GGML_POWERINFER_API uint64_t ggml_backend_powerinfer_plan_neuron_bytes(ggml_backend_powerinfer_plan_t plan, int i_layer);
+
 // After a model was loaded: false, and one sentence in error, when its weights aren't the plan's (or nothing was claimed).
 GGML_POWERINFER_API bool ggml_backend_powerinfer_plan_check(ggml_backend_powerinfer_plan_t plan, char * error, size_t error_size);
 
@@ -90,6 +113,15 @@ struct ggml_backend_powerinfer_stats {
     uint64_t gate_us;
     uint64_t up_down_us;
     uint64_t total_us;
+    uint64_t n_gpu_neurons;       // neurons that devices computed, summed over tokens
+    uint64_t cpu_us;              // the CPU's part of blocks,
+    uint64_t gpu_us;              // the device's part,
+    uint64_t wait_us;             // and what the CPU only waited for the device
+    uint64_t copy_us;             // the host spent in copies; devices that queue copy later
+    uint64_t copied_bytes;        // between host and devices
+    uint64_t n_gpu_active;        // while there is a trace: values other than 0 on devices (blocks computed there whole not counted),
+    uint64_t n_cpu_active;        // and always: neurons that the CPU used
+    uint64_t gpu_read_bytes;      // FFN bytes read by devices
     double overlap_sum;           // Jaccard overlap of active sets of consecutive single tokens, summed
     uint64_t n_overlaps;
 };
@@ -104,6 +136,8 @@ struct ggml_backend_powerinfer_layer {
     const char * gate_type;                          // ggml type names of the rows as stored; "" when absent
     const char * up_type;
     const char * down_type;
+    int64_t n_hot;                                   // neurons on a device
+    const char * device;                             // its name; "" when n_hot is 0
     uint64_t n_tokens;
     uint64_t n_candidates;
     uint64_t n_active;
@@ -114,8 +148,28 @@ GGML_POWERINFER_API int64_t ggml_backend_powerinfer_plan_n_embd(ggml_backend_pow
 GGML_POWERINFER_API bool ggml_backend_powerinfer_plan_layer(
     ggml_backend_powerinfer_plan_t plan, int i_layer, struct ggml_backend_powerinfer_layer * layer);
 
+// When the parts of a block ran, in seconds of one clock. A part that there wasn't has begin == end == 0.
+struct ggml_backend_powerinfer_block_times {
+    int i_layer;
+    int64_t n_tokens;
+    double begin_s;
+    double end_s;
+    double cpu_begin_s;
+    double cpu_end_s;
+    double gpu_begin_s;  // a device that queues its work: when it was handed over
+    double gpu_end_s;    // its result was in host memory
+};
+typedef void (*ggml_backend_powerinfer_trace_t)(const struct ggml_backend_powerinfer_block_times * times, void * user_data);
+
+// Called on the thread that computes, after every whole block; devices count active neurons meanwhile. NULL stops it.
+GGML_POWERINFER_API void ggml_backend_powerinfer_plan_set_trace(
+    ggml_backend_powerinfer_plan_t plan, ggml_backend_powerinfer_trace_t trace, void * user_data);
+
 // Anonymous memory that the plan's buffers hold.
 GGML_POWERINFER_API uint64_t ggml_backend_powerinfer_plan_memory_bytes(ggml_backend_powerinfer_plan_t plan);
+
+// Memory of hot rows on the split's device number i_device.
+GGML_POWERINFER_API uint64_t ggml_backend_powerinfer_plan_device_bytes(ggml_backend_powerinfer_plan_t plan, int i_device);
 
 // Kernel set in use, e.g. "avx512".
 GGML_POWERINFER_API const char * ggml_backend_powerinfer_plan_kernels(ggml_backend_powerinfer_plan_t plan);

@@ -34,6 +34,7 @@ struct backend_state {
     ffn_workspace workspace;
     std::map<std::pair<const opened_plan *, int>, late_residual> late;  // by plan and layer, of the graph that was split last
     waiting_block waiting;
+    std::map<const gpu_store *, std::unique_ptr<gpu_executor>> executors;
     // The last activation that this instance computed per layer: a down projection checks that its input is that.
     std::vector<std::pair<const opened_plan *, std::vector<const ggml_tensor *>>> products;
 
@@ -45,6 +46,13 @@ struct backend_state {
         }
         products.emplace_back(owner, std::vector<const ggml_tensor *>(owner->data.layers.size(), nullptr));
         return products.back().second[i_layer];
+    }
+
+    status executor_of(const hybrid_layer & layer, int64_t max_tokens, gpu_executor *& out) {
+        std::unique_ptr<gpu_executor> & made = executors[layer.store];
+        const status result = made == nullptr ? layer.store->make_executor(max_tokens, made) : status();
+        out = made.get();
+        return result;
     }
 
     // The later addition of the residual of a block that runs in `graph`; nullptr: there is none.
@@ -92,9 +100,11 @@ template <class F> void binary_rows(ggml_tensor * node, F f) {
 
 // --- whole blocks ---
 
+uint64_t to_us(double seconds) { return static_cast<uint64_t>(seconds * 1e6 + 0.5); }
+
 // Adds what a call did to the plan's figures.
 void record(opened_plan * owner, int i_layer, const ffn_layer & layer, const ffn_options & options, const ffn_result & result,
-            double total_s) {
+            const hybrid_times & times, double total_s) {
     std::lock_guard<std::mutex> lock(owner->mutex);
     ggml_backend_powerinfer_stats & stats = owner->stats;
     stats.n_tokens += result.n_tokens;
@@ -108,7 +118,16 @@ void record(opened_plan * owner, int i_layer, const ffn_layer & layer, const ffn
     stats.predictor_us += result.predictor_us;
     stats.gate_us += result.gate_us;
     stats.up_down_us += result.up_down_us;
-    stats.total_us += static_cast<uint64_t>(total_s * 1e6 + 0.5);
+    stats.total_us += to_us(total_s);
+    stats.n_gpu_neurons += times.gpu_neurons;
+    stats.cpu_us += to_us(times.cpu_s());
+    stats.gpu_us += to_us(times.gpu_s());
+    stats.wait_us += to_us(times.wait_s);
+    stats.copy_us += to_us(times.copy_s);
+    stats.copied_bytes += times.copied_bytes;
+    stats.n_gpu_active += times.gpu_active;
+    stats.n_cpu_active += times.cpu_active;
+    stats.gpu_read_bytes += times.gpu_read_bytes;
     stats.overlap_sum += result.overlap_sum;
     stats.n_overlaps += result.n_overlaps;
     layer_state & state = owner->layers[i_layer];
@@ -181,6 +200,7 @@ status block_options(const ffn_block & block, bool has_residual, ffn_options & o
     options.activation = block.activation;
     options.add_biases = block.has_biases;
     options.count = owner->options.count;
+    options.count_hot = block.hybrid != nullptr && owner->counts_hot;
     if (options.mode != ffn_mode::predicted || !owner->data.predictor_reads_residual || has_residual) {
         return {};
     }
@@ -196,14 +216,48 @@ status block_options(const ffn_block & block, bool has_residual, ffn_options & o
     return {};
 }
 
+void trace_block(opened_plan * owner, int i_layer, int64_t n_tokens, double begin_s, const hybrid_times & times) {
+    ggml_backend_powerinfer_trace_t trace;
+    void * user_data;
+    {
+        std::lock_guard<std::mutex> lock(owner->mutex);
+        trace = owner->trace;
+        user_data = owner->trace_user_data;
+    }
+    if (trace != nullptr) {
+        const ggml_backend_powerinfer_block_times all = {i_layer, n_tokens, begin_s, omp_get_wtime(), times.cpu_begin_s, times.cpu_end_s,
+                                                         times.gpu_begin_s, times.gpu_end_s};
+        trace(&all, user_data);
+    }
+}
+
 // r: what the predictor reads, apart from y; nullptr: x.
-void compute_block(backend_state & state, const ffn_block & block, const ffn_options & options, int64_t n_tokens, const float * x,
-                   int64_t ld_x, float * y, int64_t ld_y, const float * r, int64_t ld_r) {
+status compute_block(backend_state & state, const ffn_block & block, const ffn_options & options, int64_t n_tokens, const float * x,
+                     int64_t ld_x, float * y, int64_t ld_y, const float * r, int64_t ld_r) {
     const ffn_layer & layer = block.store->layer();
+    opened_plan * owner = block.owner;
     const double start = omp_get_wtime();
     ffn_result result;
-    ffn_forward(layer, options, block.owner->kernels, state.n_threads, n_tokens, x, ld_x, y, ld_y, state.workspace, result, r, ld_r);
-    record(block.owner, block.i_layer, layer, options, result, omp_get_wtime() - start);
+    hybrid_times times;
+    if (block.hybrid != nullptr && n_tokens > 0) {
+        gpu_executor * gpu = nullptr;
+        status done = state.executor_of(*block.hybrid, owner->split.max_tokens, gpu);
+        if (done.ok()) {
+            done = ffn_forward_hybrid(*block.hybrid, *gpu, owner->split.max_tokens, options, owner->kernels, state.n_threads, n_tokens, x, ld_x,
+                                      y, ld_y, state.workspace, result, times, r, ld_r);
+        }
+        if (!done.ok()) {
+            return done;
+        }
+    } else {
+        ffn_forward(layer, options, owner->kernels, state.n_threads, n_tokens, x, ld_x, y, ld_y, state.workspace, result, r, ld_r);
+        times.cpu_begin_s = start;
+        times.cpu_end_s = omp_get_wtime();
+        times.cpu_active = result.n_active;
+    }
+    record(owner, block.i_layer, layer, options, result, times, omp_get_wtime() - start);
+    trace_block(owner, block.i_layer, n_tokens, start, times);
+    return {};
 }
 
 status run_block(backend_state & state, const ffn_block & block, const ggml_cgraph * graph) {
@@ -238,26 +292,28 @@ status run_block(backend_state & state, const ffn_block & block, const ggml_cgra
         copy_rows(block.residual, copy);
         r = copy;
     }
-    compute_block(state, block, options, n_tokens, static_cast<const float *>(x->data), x->nb[1] / sizeof(float),
-                  static_cast<float *>(y->data), y->nb[1] / sizeof(float), options.mode == ffn_mode::predicted ? r : nullptr, layer.n_embd);
-    if (r != nullptr) {
+    const status done = compute_block(state, block, options, n_tokens, static_cast<const float *>(x->data), x->nb[1] / sizeof(float),
+                                      static_cast<float *>(y->data), y->nb[1] / sizeof(float),
+                                      options.mode == ffn_mode::predicted ? r : nullptr, layer.n_embd);
+    if (done.ok() && r != nullptr) {
         add_rows(state, owner->kernels, y, r);
     }
-    return {};
+    return done;
 }
 
 // The addition of a late residual: `node` = what was computed without the block + residual, then + the block.
-void run_waiting_block(backend_state & state, ggml_tensor * node) {
+status run_waiting_block(backend_state & state, ggml_tensor * node) {
     const ffn_block & block = state.waiting.block;
     const ggml_tensor * residual = node->src[1];
     const int64_t n_embd = block.store->layer().n_embd;
     GGML_ASSERT(static_cast<int64_t>(state.waiting.x.size()) == ggml_nelements(node) && "the residual has the rows of the FFN's input");
     float * y = state.workspace.array<float>(slot_output, node->ne[1] * n_embd);
-    compute_block(state, block, state.waiting.options, node->ne[1], state.waiting.x.data(), n_embd, y, n_embd,
-                  static_cast<const float *>(residual->data), residual->nb[1] / sizeof(float));
+    const status done = compute_block(state, block, state.waiting.options, node->ne[1], state.waiting.x.data(), n_embd, y, n_embd,
+                                      static_cast<const float *>(residual->data), residual->nb[1] / sizeof(float));
     binary_rows(node, [](float a, float b) { return a + b; });
     add_rows(state, block.owner->kernels, node, y);
     state.waiting.add = nullptr;
+    return done;
 }
 
 // --- op by op ---
@@ -310,8 +366,26 @@ status run_matmul(backend_state & state, ggml_tensor * node) {
     const bool is_first = weight.kind == weight_kind::gate || (weight.kind == weight_kind::up && !layer.gated);
     const row_matrix & matrix = is_down ? layer.down : is_first ? layer.first : layer.second;
     const double start = omp_get_wtime();
+    const hybrid_layer * hybrid = hybrid_of(weights);
+    const ffn_role role = is_down ? ffn_role::down : weight.kind == weight_kind::gate ? ffn_role::gate : ffn_role::up;
+    gpu_executor * gpu = nullptr;
+    if (hybrid != nullptr) {
+        const status made = state.executor_of(*hybrid, owner->split.max_tokens, gpu);
+        if (!made.ok()) {
+            return made;
+        }
+    }
     for (int64_t i3 = 0; i3 < x->ne[3]; ++i3) {
         for (int64_t i2 = 0; i2 < x->ne[2]; ++i2) {
+            if (hybrid != nullptr) {
+                const status done = hybrid_matmul(*hybrid, *gpu, owner->split.max_tokens, role, layer.order, owner->kernels, state.n_threads,
+                                                  x->ne[1], row_at(x, 0, i2, i3), x->nb[1] / sizeof(float), row_at(node, 0, i2, i3),
+                                                  node->nb[1] / sizeof(float), state.workspace, result);
+                if (!done.ok()) {
+                    return done;
+                }
+                continue;
+            }
             const auto multiply = is_down ? ffn_matmul_columns : ffn_matmul_rows;
             multiply(matrix, layer.order, owner->kernels, state.n_threads, x->ne[1], row_at(x, 0, i2, i3), x->nb[1] / sizeof(float),
                      row_at(node, 0, i2, i3), node->nb[1] / sizeof(float), state.workspace, result);
@@ -335,7 +409,7 @@ status run_matmul(backend_state & state, ggml_tensor * node) {
     stats.n_slow_rows += result.n_slow_rows;
     stats.read_bytes += result.read_bytes;
     stats.dense_bytes += result.read_bytes;
-    stats.total_us += static_cast<uint64_t>((omp_get_wtime() - start) * 1e6 + 0.5);
+    stats.total_us += to_us(omp_get_wtime() - start);
     return {};
 }
 
@@ -452,7 +526,7 @@ enum ggml_status backend_graph_compute(ggml_backend_t backend, ggml_cgraph * gra
         } else if (block_at[i] != nullptr) {
             result = run_block(state, *block_at[i], graph);
         } else if (nodes[i] == state.waiting.add) {
-            run_waiting_block(state, nodes[i]);
+            result = run_waiting_block(state, nodes[i]);
         } else if (!in_block[i]) {
             result = run_node(state, nodes[i]);
         }

@@ -1,6 +1,7 @@
 // The device, the plan's buffer type and its buffers, and the C interface of plans. Reads the environment; prints notes.
 #include "device.h"
 
+#include "ggml-cpp.h"
 #include "gguf.h"
 
 #include <sys/mman.h>
@@ -75,6 +76,37 @@ void buffer_free(ggml_backend_buffer_t buffer) {
 
 void * buffer_base(ggml_backend_buffer_t buffer) { return buffer_of(buffer)->memory.data(); }
 
+// A store with our own kernels; nullptr where there are none for the device.
+std::unique_ptr<gpu_store> own_store_create(ggml_backend_dev_t device) {
+#if defined(POWERINFER_CUDA)
+    if (std::strcmp(ggml_backend_reg_name(ggml_backend_dev_backend_reg(device)), "CUDA") == 0) {
+        return cuda_store_create(device);
+    }
+#else
+    (void) device;
+#endif
+    return nullptr;
+}
+
+// Device memory of layers that such a store computes.
+size_t own_rows_bytes(const gpu_layer_shape & shape) {
+#if defined(POWERINFER_CUDA)
+    return cuda_rows_bytes(shape);
+#else
+    (void) shape;
+    return 0;
+#endif
+}
+
+size_t own_scratch_bytes(const std::vector<gpu_layer_shape> & shapes, int64_t max_tokens) {
+#if defined(POWERINFER_CUDA)
+    return cuda_scratch_bytes(shapes, max_tokens);
+#else
+    (void) shapes, (void) max_tokens;
+    return 0;
+#endif
+}
+
 ffn_role role_of(weight_kind kind) {
     switch (kind) {
         case weight_kind::gate:      return ffn_role::gate;
@@ -124,6 +156,72 @@ enum ggml_status buffer_init_tensor(ggml_backend_buffer_t buffer, ggml_tensor * 
     return GGML_STATUS_SUCCESS;
 }
 
+// From how many tokens on cold rows are brought to the device; 0: never. wanted: as in ggml-powerinfer.h.
+int64_t stream_tokens_of(ggml_backend_dev_t device, const gpu_layer_shape & shape, int64_t wanted) {
+    if (wanted != 0) {
+        return std::max<int64_t>(wanted, 0);
+    }
+    const ggml_init_params params = {3 * ggml_tensor_overhead(), nullptr, true};
+    for (int64_t n_tokens = 8; n_tokens <= 4096; n_tokens *= 2) {
+        const ggml_context_ptr ctx(ggml_init(params));
+        ggml_tensor * rows = ggml_new_tensor_2d(ctx.get(), static_cast<ggml_type>(shape.first_type), shape.n_embd, shape.n_ff);
+        ggml_tensor * x = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, shape.n_embd, n_tokens);
+        if (ggml_backend_dev_offload_op(device, ggml_mul_mat(ctx.get(), rows, x))) {
+            return n_tokens;
+        }
+    }
+    return 0;
+}
+
+// Makes a split layer's hot part on its device, and frees its rows here. A device that can't compute the layer leaves it to the CPU.
+void split_layer(plan_buffer & buffer, int i_layer) {
+    opened_plan * owner = buffer.owner;
+    const plan_split & split = owner->split;
+    ffn_store & store = *buffer.stores[i_layer];
+    const ffn_layer & layer = store.layer();
+    const int64_t n_hot = split.n_hot[i_layer];
+    const int i_device = split.i_device[i_layer];
+    const ggml_backend_dev_t device = split.devices[i_device];
+    const int64_t wanted = stream_tokens_of(device, gpu_layer_shape(layer, n_hot, true), split.stream_tokens);
+    status refusal;
+    for (const int64_t stream_tokens : {wanted, int64_t(0)}) {
+        if (n_hot == 0 && stream_tokens == 0) {
+            return;
+        }
+        const gpu_layer_shape shape(layer, n_hot, stream_tokens > 0);
+        for (const bool own_kernels : {true, false}) {
+            std::unique_ptr<gpu_store> & gpu = buffer.gpu_stores[2 * i_device + (own_kernels ? 0 : 1)];
+            if (gpu == nullptr) {
+                gpu = own_kernels ? own_store_create(device) : ggml_store_create(device);
+            }
+            if (gpu == nullptr) {
+                continue;  // our kernels aren't for this device
+            }
+            const status checked = gpu->check_layer(i_layer, shape);
+            if (!checked.ok()) {
+                refusal = checked;
+                continue;
+            }
+            const status added = gpu->add_layer(i_layer, layer, shape, owner->kernels);
+            if (!added.ok()) {
+                owner->fail(added.text());
+                return;
+            }
+            buffer.hybrids[i_layer].reset(new hybrid_layer(i_layer, layer, n_hot, gpu.get(), stream_tokens));
+            if (!owner->options.mapped) {
+                store.release_hot(n_hot);
+            }
+            return;
+        }
+        // A refusal leaves the layer to the CPU, or its prompts to both processors.
+        if (owner->options.strict) {
+            owner->fail(refusal.text());
+            return;
+        }
+        owner->note(refusal.text() + (stream_tokens > 0 ? " Its cold rows stay on the CPU for prompts too." : " The layer stays on the CPU."));
+    }
+}
+
 void buffer_set_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor, const void * data, size_t offset, size_t size) {
     const weight_ref weight = weight_of(tensor);
     if (!is_matrix(weight.kind)) {
@@ -146,9 +244,12 @@ void buffer_set_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor, const
             return;
         }
     }
-    const status result = buffer_of(buffer)->stores[weight.i_layer]->set(role_of(weight.kind), data, resident);
+    ffn_store & store = *buffer_of(buffer)->stores[weight.i_layer];
+    const status result = store.set(role_of(weight.kind), data, resident);
     if (!result.ok()) {
         owner->fail(result.text());
+    } else if (store.is_complete() && !owner->split.devices.empty()) {
+        split_layer(*buffer_of(buffer), weight.i_layer);
     }
 }
 
@@ -178,6 +279,8 @@ ggml_backend_buffer_t buffer_type_alloc(ggml_backend_buffer_type_t buffer_type, 
     std::unique_ptr<plan_buffer> self(new plan_buffer());
     self->owner = owner;
     self->stores.resize(owner->data.layers.size());
+    self->gpu_stores.resize(2 * owner->split.devices.size());
+    self->hybrids.resize(owner->data.layers.size());
     // Address space for every tensor; pages are used by plain tensors only, repacked weights live in their stores.
     const status result = huge_block::allocate(size + row_tail_bytes, false, self->memory);
     if (!result.ok()) {
@@ -252,6 +355,11 @@ weight_ref weight_of(const ggml_tensor * tensor) {
 ffn_store * store_of(const ggml_tensor * tensor) {
     const weight_ref weight = weight_of(tensor);
     return is_ffn_weight(weight.kind) ? buffer_of(tensor->buffer)->stores[weight.i_layer].get() : nullptr;
+}
+
+const hybrid_layer * hybrid_of(const ggml_tensor * tensor) {
+    const weight_ref weight = weight_of(tensor);
+    return is_ffn_weight(weight.kind) ? buffer_of(tensor->buffer)->hybrids[weight.i_layer].get() : nullptr;
 }
 
 // --- opened_plan ---
@@ -721,6 +829,7 @@ void ggml_backend_powerinfer_plan_free(ggml_backend_powerinfer_plan_t handle) {
         opened_plan * self = unwrap(handle);
         self->is_open = false;
         ggml_backend_powerinfer_plan_set_capture(handle, nullptr, nullptr);
+        ggml_backend_powerinfer_plan_set_trace(handle, nullptr, nullptr);
         self->release();
     }
 }
@@ -739,6 +848,130 @@ const char * ggml_backend_powerinfer_plan_tensor_pattern(ggml_backend_powerinfer
 
 ggml_backend_buffer_type_t ggml_backend_powerinfer_plan_buffer_type(ggml_backend_powerinfer_plan_t handle) {
     return &unwrap(handle)->buffer_type;
+}
+
+namespace {
+
+// What a device stores of a layer of the plan. The base's biases aren't known yet: they are counted in.
+gpu_layer_shape planned_shape(const plan & data, int i_layer, int64_t n_hot) {
+    const plan_layer & layer = data.layers[i_layer];
+    gpu_layer_shape shape;
+    shape.n_embd = data.n_embd;
+    shape.n_ff = layer.n_ff;
+    shape.n_hot = n_hot;
+    shape.rank = layer.fc1.ne1;
+    shape.fc1_type = layer.fc1.row_type;
+    shape.fc2_type = layer.fc2.row_type;
+    shape.first_type = data.gated ? layer.gate_type : layer.up_type;
+    shape.second_type = data.gated ? layer.up_type : -1;
+    shape.down_type = layer.ffn_down_t.data ? layer.ffn_down_t.row_type : derived_row_type(layer.down_type, data.n_embd);
+    return shape;
+}
+
+status check_split(const opened_plan & self, const ggml_backend_powerinfer_split & split) {
+    const std::string where = self.data.path.empty() ? self.data.base_path : self.data.path;
+    if (split.n_devices < 1 || split.n_devices > 16 || split.max_tokens < 1) {
+        return status::error(where + ": split: found " + std::to_string(split.n_devices) + " devices and room for " + std::to_string(split.max_tokens) +
+                             " tokens; expected 1 to 16, and at least 1; name the devices.");
+    }
+    for (int i = 0; i < split.n_devices; ++i) {
+        const ggml_backend_dev_t device = split.devices[i];
+        const enum ggml_backend_dev_type type = ggml_backend_dev_type(device);
+        if (type != GGML_BACKEND_DEVICE_TYPE_GPU && type != GGML_BACKEND_DEVICE_TYPE_IGPU) {
+            return status::error(where + ": split: device " + ggml_backend_dev_name(device) + " isn't a GPU; expected one; name a GPU device.");
+        }
+    }
+    for (int64_t i = 0; i < self.data.n_layer; ++i) {
+        const int i_device = split.i_device ? split.i_device[i] : 0;
+        if (split.n_hot[i] < 0 || split.n_hot[i] > self.data.layers[i].n_ff || i_device < 0 || i_device >= split.n_devices) {
+            return status::error(where + ": split: layer " + std::to_string(i) + " has " + std::to_string(split.n_hot[i]) + " hot neurons on device number " +
+                                 std::to_string(i_device) + "; expected 0 to " + std::to_string(self.data.layers[i].n_ff) + " on one of " +
+                                 std::to_string(split.n_devices) + "; place the model again (powerinfer place).");
+        }
+    }
+    if (self.options.count) {
+        return status::error(where + ": split: activations are being counted; expected every neuron on the CPU; profile without a VRAM budget.");
+    }
+    return {};
+}
+
+}  // namespace
+
+bool ggml_backend_powerinfer_plan_set_split(
+    ggml_backend_powerinfer_plan_t handle, const ggml_backend_powerinfer_split * split, char * error, size_t error_size) {
+    opened_plan * self = unwrap(handle);
+    const status result = check_split(*self, *split);
+    if (!result.ok()) {
+        put_error(result.text(), error, error_size);
+        return false;
+    }
+    plan_split & own = self->split;
+    own.devices.assign(split->devices, split->devices + split->n_devices);
+    own.n_hot.assign(split->n_hot, split->n_hot + self->data.n_layer);
+    own.i_device.assign(self->data.n_layer, 0);
+    if (split->i_device != nullptr) {
+        own.i_device.assign(split->i_device, split->i_device + self->data.n_layer);
+    }
+    own.max_tokens = split->max_tokens;
+    own.stream_tokens = split->stream_tokens;
+    return true;
+}
+
+bool ggml_backend_powerinfer_plan_split_bytes(
+    ggml_backend_powerinfer_plan_t handle, const ggml_backend_powerinfer_split * split, uint64_t * row_bytes, uint64_t * scratch_bytes,
+    char * error, size_t error_size) {
+    const opened_plan * self = unwrap(handle);
+    const status result = check_split(*self, *split);
+    if (!result.ok()) {
+        put_error(result.text(), error, error_size);
+        return false;
+    }
+    for (int i_device = 0; i_device < split->n_devices; ++i_device) {
+        const ggml_backend_dev_t device = split->devices[i_device];
+        const std::unique_ptr<gpu_store> own = own_store_create(device);
+        std::vector<gpu_layer_shape> own_shapes;
+        std::vector<gpu_layer_shape> shapes;  // of the layers that ggml's operators compute
+        row_bytes[i_device] = 0;
+        for (int i = 0; i < static_cast<int>(self->data.n_layer); ++i) {
+            if (self->data.layers[i].n_ff > 0 && (split->i_device ? split->i_device[i] : 0) == i_device) {
+                gpu_layer_shape shape = planned_shape(self->data, i, split->n_hot[i]);
+                shape.streams = stream_tokens_of(device, shape, split->stream_tokens) > 0;
+                const bool is_own = own != nullptr && own->check_layer(i, shape).ok();
+                row_bytes[i_device] += is_own ? own_rows_bytes(shape) : ggml_rows_bytes(device, shape);
+                (is_own ? own_shapes : shapes).push_back(shape);
+            }
+        }
+        scratch_bytes[i_device] = (shapes.empty() ? 0 : ggml_scratch_bytes(device, shapes, split->max_tokens)) +
+                                  (own_shapes.empty() ? 0 : own_scratch_bytes(own_shapes, split->max_tokens));
+    }
+    return true;
+}
+
+uint64_t ggml_backend_powerinfer_plan_neuron_bytes(ggml_backend_powerinfer_plan_t handle, int i_layer) {
+    const plan & data = unwrap(handle)->data;
+    return i_layer >= 0 && i_layer < data.n_layer && data.layers[i_layer].n_ff > 0 ? ggml_neuron_bytes(planned_shape(data, i_layer, 1)) : 0;
+}
+
+uint64_t ggml_backend_powerinfer_plan_device_bytes(ggml_backend_powerinfer_plan_t handle, int i_device) {
+    opened_plan * self = unwrap(handle);
+    std::lock_guard<std::mutex> lock(self->mutex);
+    uint64_t bytes = 0;
+    for (const void * item : self->buffers) {
+        const auto & stores = static_cast<const plan_buffer *>(item)->gpu_stores;
+        for (int i = 2 * i_device; i_device >= 0 && i < std::min<int>(2 * i_device + 2, static_cast<int>(stores.size())); ++i) {
+            bytes += stores[i] ? stores[i]->memory_bytes() : 0;
+        }
+    }
+    return bytes;
+}
+
+void ggml_backend_powerinfer_plan_set_trace(
+    ggml_backend_powerinfer_plan_t handle, ggml_backend_powerinfer_trace_t trace, void * user_data) {
+    opened_plan * self = unwrap(handle);
+    std::lock_guard<std::mutex> lock(self->mutex);
+    self->trace = trace;
+    self->trace_user_data = user_data;
+    self->counts_hot = trace != nullptr;
 }
 
 bool ggml_backend_powerinfer_plan_check(ggml_backend_powerinfer_plan_t handle, char * error, size_t error_size) {
@@ -873,8 +1106,13 @@ bool ggml_backend_powerinfer_plan_layer(ggml_backend_powerinfer_plan_t handle, i
     static const ggml_backend_powerinfer_sparsity modes[] = {GGML_POWERINFER_DENSE, GGML_POWERINFER_EXACT, GGML_POWERINFER_THRESHOLD,
                                                              GGML_POWERINFER_PREDICTED};
     out->sparsity = modes[static_cast<int>(state.mode)];
-    out->gate_type = out->up_type = out->down_type = "";
+    out->gate_type = out->up_type = out->down_type = out->device = "";
     for (const void * item : self->buffers) {
+        const hybrid_layer * hybrid = static_cast<const plan_buffer *>(item)->hybrids[i_layer].get();
+        if (hybrid != nullptr && hybrid->n_hot > 0) {
+            out->n_hot = hybrid->n_hot;
+            out->device = ggml_backend_dev_name(self->split.devices[self->split.i_device[i_layer]]);
+        }
         const ffn_store * store = static_cast<const plan_buffer *>(item)->stores[i_layer].get();
         if (store != nullptr) {
             const ffn_layer & layer = store->layer();

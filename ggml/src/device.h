@@ -1,7 +1,7 @@
 // What device.cpp and backend.cpp share: the opened plan, its buffers, and which tensor is which weight.
 #pragma once
 
-#include "ffn.h"
+#include "ffn-hybrid.h"
 #include "ggml-abi.h"
 #include "ggml-powerinfer.h"
 #include "plan.h"
@@ -31,6 +31,15 @@ struct layer_state {
     std::vector<uint64_t> product_histogram;  // (ffn_n_bins)
 };
 
+// Where hot neurons go; no devices: everything is on the CPU.
+struct plan_split {
+    std::vector<ggml_backend_dev_t> devices;
+    std::vector<int64_t> n_hot;     // (n_layer)
+    std::vector<int> i_device;      // (n_layer)
+    int64_t max_tokens = 0;
+    int64_t stream_tokens = 0;      // as in ggml-powerinfer.h
+};
+
 // Reference-counted: the public handle holds one, every buffer of the plan's type another.
 class opened_plan {
 public:
@@ -42,6 +51,7 @@ public:
     ggml_backend_buffer_type buffer_type;
     std::string name;
     std::string tensor_pattern;
+    plan_split split;  // before the model is loaded
 
     // Guards everything below.
     std::mutex mutex;
@@ -52,7 +62,10 @@ public:
     std::set<const void *> buffers;  // live plan_buffers
     ggml_backend_powerinfer_capture_t capture = nullptr;
     void * capture_user_data = nullptr;
+    ggml_backend_powerinfer_trace_t trace = nullptr;
+    void * trace_user_data = nullptr;
     std::atomic<bool> has_error{false};
+    std::atomic<bool> counts_hot{false};  // while there is a trace
     bool says_errors = false;        // nobody calls plan_check for the environment's plan: errors go to stderr at once
     std::atomic<bool> is_open{true};  // the public handle is alive: its note callback may be called
     std::atomic<int> n_down_loras{0};  // LoRA matrices of down projections in live buffers: blocks then run op by op
@@ -88,6 +101,8 @@ struct plan_buffer {
     opened_plan * owner;
     huge_block memory;
     std::vector<std::unique_ptr<ffn_store>> stores;  // (n_layer), null for layers without a tensor here
+    std::vector<std::unique_ptr<gpu_store>> gpu_stores;      // two per device of the split: with our kernels, with ggml's
+    std::vector<std::unique_ptr<hybrid_layer>> hybrids;      // (n_layer), null for layers that are on the CPU alone
     std::deque<weight_ref> weights;  // what the buffer's tensors are; their `extra` points here
     int n_down_loras = 0;
 };
@@ -95,6 +110,8 @@ struct plan_buffer {
 opened_plan * plan_of(const ggml_tensor * tensor);  // nullptr when the tensor isn't in a buffer of ours
 weight_ref weight_of(const ggml_tensor * tensor);
 ffn_store * store_of(const ggml_tensor * tensor);   // the repacked weights of the tensor's layer, or nullptr
+
+const hybrid_layer * hybrid_of(const ggml_tensor * tensor);  // the layer's split, or nullptr
 
 bool is_plan_buffer_type(ggml_backend_buffer_type_t buffer_type);
 

@@ -11,6 +11,7 @@
 #include <cerrno>
 #include <cmath>
 #include <cstring>
+#include <utility>
 
 namespace powerinfer {
 
@@ -75,13 +76,23 @@ status huge_block::allocate(size_t size_bytes, bool lock, huge_block & out) {
 huge_block & huge_block::operator=(huge_block && other) noexcept {
     std::swap(data_, other.data_);
     std::swap(size_bytes_, other.size_bytes_);
+    std::swap(released_bytes_, other.released_bytes_);
     return *this;
 }
 
 huge_block::~huge_block() {
-    if (data_ != nullptr) {
-        munmap(data_, size_bytes_);
+    if (released_bytes_ < size_bytes_) {
+        munmap(data_ + released_bytes_, size_bytes_ - released_bytes_);
     }
+}
+
+size_t huge_block::release_front(size_t n_bytes) {
+    const size_t page_bytes = size_t(sysconf(_SC_PAGESIZE));
+    const size_t end = std::min(n_bytes, size_bytes_) / page_bytes * page_bytes;
+    if (end <= released_bytes_ || munmap(data_ + released_bytes_, end - released_bytes_) != 0) {
+        return 0;
+    }
+    return end - std::exchange(released_bytes_, end);
 }
 
 // --- row types ---
@@ -108,6 +119,31 @@ int derived_row_type(int row_type, int64_t n_embd) {
         return row_type;
     }
     return n_embd % ggml_blck_size(GGML_TYPE_Q8_0) == 0 ? GGML_TYPE_Q8_0 : GGML_TYPE_F16;
+}
+
+ffn_layer ffn_without_hot(const ffn_layer & layer, int64_t n_hot) {
+    ffn_layer cold = layer;
+    cold.n_ff -= n_hot;
+    for (row_matrix * m : {&cold.first, &cold.second, &cold.down, &cold.fc2}) {
+        if (m->rows == nullptr) {
+            continue;
+        }
+        m->n_rows -= n_hot;
+        if (m->row_of != nullptr) {
+            m->row_of += n_hot;
+        } else {
+            m->rows += n_hot * m->stride_bytes;
+        }
+    }
+    for (std::vector<float> * values : {&cold.first_bias, &cold.second_bias, &cold.down_norm}) {
+        if (!values->empty()) {
+            values->erase(values->begin(), values->begin() + n_hot);
+        }
+    }
+    if (cold.order != nullptr) {
+        cold.order += n_hot;
+    }
+    return cold;
 }
 
 // --- ffn_store ---
@@ -410,6 +446,11 @@ status ffn_store::set_down(const void * data) {
         }
     }
     return {};
+}
+
+void ffn_store::release_hot(int64_t n_hot) {
+    memory_bytes_ -= first_block_.release_front(n_hot * layer_.first.stride_bytes);
+    memory_bytes_ -= bundle_block_.release_front(n_hot * layer_.down.stride_bytes);
 }
 
 bool ffn_store::derives_down() const { return plan_layer_.ffn_down_t.data == nullptr; }

@@ -33,9 +33,13 @@ public:
     uint8_t * data() const { return data_; }
     size_t size_bytes() const { return size_bytes_; }
 
+    // Gives the whole pages among the first `n_bytes` back: they must not be touched again. Returns how many bytes that were.
+    size_t release_front(size_t n_bytes);
+
 private:
     uint8_t * data_ = nullptr;
     size_t size_bytes_ = 0;
+    size_t released_bytes_ = 0;
 };
 
 // A matrix with one neuron per row.
@@ -80,6 +84,7 @@ struct ffn_options {
     float product_threshold = 0.0f;
     bool add_biases = false;  // the block that was matched includes its bias additions
     bool count = false;       // fill ffn_result's counting arrays
+    bool count_hot = false;   // a device says how many of its neurons were active, which costs it two operators and a copy
 
     bool is_approximate() const { return mode == ffn_mode::threshold || mode == ffn_mode::predicted; }
     // The thresholds that apply in this mode; 0: none.
@@ -233,6 +238,9 @@ void ffn_matmul_columns(const row_matrix & matrix, const int32_t * order, const 
 
 // --- storage (ffn-store.cpp) ---
 
+// The layer without its positions 0 .. n_hot - 1: the same rows.
+ffn_layer ffn_without_hot(const ffn_layer & layer, int64_t n_hot);
+
 // One tensor of a block as the model loader announces it.
 enum class ffn_role { gate, up, down, gate_bias, up_bias, down_bias };
 
@@ -258,6 +266,9 @@ public:
     bool is_complete() const;
     const ffn_layer & layer() const { return layer_; }
     size_t memory_bytes() const { return memory_bytes_; }
+    // Frees the rows of positions 0 .. n_hot - 1; layer() must not be computed with from then on.
+    void release_hot(int64_t n_hot);
+
     bool derives_down() const;  // down rows were transposed here because the plan stores none
     int base_down_type() const { return info_[2].row_type; }
 

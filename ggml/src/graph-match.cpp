@@ -184,6 +184,7 @@ bool match_block(const std::vector<ggml_tensor *> & nodes, int i_down, ffn_block
     block.owner = weight.owner;
     block.i_layer = weight.i_layer;
     block.store = store_of(down->src[0]);
+    block.hybrid = hybrid_of(down->src[0]);
     block.out = down;
     block.nodes.push_back(i_down);
     if (block.store == nullptr || !block.store->is_complete() || weight.owner->n_down_loras > 0) {

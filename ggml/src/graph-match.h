@@ -13,6 +13,7 @@ struct ffn_block {
     opened_plan * owner = nullptr;
     int i_layer = -1;
     const ffn_store * store = nullptr;
+    const hybrid_layer * hybrid = nullptr;  // nullptr: the CPU computes all of it
     ffn_activation activation = ffn_activation::silu;
     bool has_biases = false;
     const ggml_tensor * x = nullptr;

@@ -11,8 +11,6 @@
 
 namespace powerinfer {
 
-#define POWERINFER_EXPORT __attribute__((visibility("default")))
-
 // One kernel set that was compiled in.
 struct kernel_set_info {
     std::string name;

@@ -67,6 +67,8 @@ bool ends_with(std::string_view text, std::string_view end) {
     return text.size() >= end.size() && text.substr(text.size() - end.size()) == end;
 }
 
+bool is_hex(std::string_view text) { return text.find_first_not_of("0123456789abcdef") == std::string_view::npos; }
+
 bool is_file(const std::string & path) {
     struct stat info;
     return stat(path.c_str(), &info) == 0 && S_ISREG(info.st_mode);
@@ -78,10 +80,10 @@ std::string folder_of(const std::string & path) {
 }
 
 // "blk.%d.x" -> "blk.7.x"
-std::string layer_name(const char * pattern, int64_t i_layer) {
+std::string numbered_name(const char * pattern, int64_t i) {
     const std::string text = pattern;
     const size_t at = text.find("%d");
-    return text.substr(0, at) + std::to_string(i_layer) + text.substr(at + 2);
+    return text.substr(0, at) + std::to_string(i) + text.substr(at + 2);
 }
 
 // Splits "blk.7.rest"; false when the name isn't of that form or the number isn't written plainly.
@@ -535,7 +537,7 @@ public:
     int64_t n_embd() const { return n_embd_; }
 
     const gguf_tensor * find_layer_tensor(const char * pattern, int64_t i_layer) const {
-        const std::string name = layer_name(pattern, i_layer);
+        const std::string name = numbered_name(pattern, i_layer);
         for (const gguf_view & view : views_) {
             if (const gguf_tensor * tensor = view.find_tensor(name)) {
                 return tensor;
@@ -549,7 +551,7 @@ public:
         for (const char * pattern : {format::tensor_base_gate, format::tensor_base_up, format::tensor_base_down}) {
             if (const gguf_tensor * tensor = find_layer_tensor(pattern, i_layer)) {
                 const size_t head_bytes = size_t(std::min<uint64_t>(format::digest_head_bytes, tensor->size_bytes));
-                parts.push_back({layer_name(pattern, i_layer), ggml_type_name(tensor->type), tensor->ne[0], tensor->ne[1],
+                parts.push_back({numbered_name(pattern, i_layer), ggml_type_name(tensor->type), tensor->ne[0], tensor->ne[1],
                                  tensor->data, head_bytes});
             }
         }
@@ -629,6 +631,23 @@ std::vector<bool> layers_not_plain(const base_model & base) {
     return result;
 }
 
+// Types of the base's rows, for the layers that the plan covers.
+void set_row_types(const base_model & base, plan & out) {
+    for (size_t i = 0; i < out.layers.size(); i++) {
+        plan_layer & layer = out.layers[i];
+        if (layer.n_ff == 0) {
+            continue;
+        }
+        for (const auto & [pattern, type] : {std::pair(format::tensor_base_gate, &layer.gate_type),
+                                             std::pair(format::tensor_base_up, &layer.up_type),
+                                             std::pair(format::tensor_base_down, &layer.down_type)}) {
+            if (const gguf_tensor * tensor = base.find_layer_tensor(pattern, int64_t(i))) {
+                *type = tensor->type;
+            }
+        }
+    }
+}
+
 // ---- Extended GGUFs -----------------------------------------------------------------------------------------------
 
 template <typename T>
@@ -682,14 +701,20 @@ public:
         for (int64_t i = 0; i < plan_.n_layer; i++) {
             POWERINFER_TRY(read_layer_tensors(i));
         }
+        POWERINFER_TRY(read_placements());
         base_model base;
         POWERINFER_TRY(open_base(base_override, base));
-        return check_base(base);
+        POWERINFER_TRY(check_base(base));
+        set_row_types(base, plan_);
+        return {};
     }
 
 private:
+    static constexpr uint64_t any_count = UINT64_MAX;
+
+    // An array must have n values, one per `what`.
     template <typename T>
-    status find(const char * key, need how, bool is_array, const gguf_value *& out) const {
+    status find(const std::string & key, need how, bool is_array, uint64_t n, const char * what, const gguf_value *& out) const {
         out = view_.find_key(key);
         if (!out) {
             return how == need::optional ? status()
@@ -699,17 +724,17 @@ private:
             return error_at(path_, key, " is ", out->is_array ? "an array of " : "of type ", gguf_type_name(out->type),
                             "; expected ", is_array ? "an array of " : "", gguf_type_name(value_type_of<T>()), "; ", plan_again);
         }
-        if (is_array && out->n != uint64_t(plan_.n_layer)) {
-            return error_at(path_, key, " has ", out->n, " values; expected ", plan_.n_layer, ", one per layer; ", plan_again);
+        if (is_array && n != any_count && out->n != n) {
+            return error_at(path_, key, " has ", out->n, " values; expected ", n, ", one per ", what, "; ", plan_again);
         }
         return {};
     }
 
     // Leaves `out` alone when the key is absent and optional.
     template <typename T>
-    status read_scalar(const char * key, need how, T & out) const {
+    status read_scalar(const std::string & key, need how, T & out) const {
         const gguf_value * value = nullptr;
-        POWERINFER_TRY(find<T>(key, how, false, value));
+        POWERINFER_TRY(find<T>(key, how, false, any_count, "", value));
         if (value) {
             copy_value(value->data, out);
         }
@@ -718,11 +743,16 @@ private:
 
     // One value per layer; `out` stays empty when the key is absent and optional.
     template <typename T>
-    status read_array(const char * key, need how, std::vector<T> & out) const {
+    status read_array(const std::string & key, need how, std::vector<T> & out) const {
+        return read_array(key, how, uint64_t(plan_.n_layer), "layer", out);
+    }
+
+    template <typename T>
+    status read_array(const std::string & key, need how, uint64_t n, const char * what, std::vector<T> & out) const {
         const gguf_value * value = nullptr;
-        POWERINFER_TRY(find<T>(key, how, true, value));
+        POWERINFER_TRY(find<T>(key, how, true, n, what, value));
         if (value) {
-            out.resize(size_t(plan_.n_layer));
+            out.resize(size_t(value->n));
             const uint8_t * at = value->data;
             for (T & element : out) {
                 at += copy_value(at, element);
@@ -843,8 +873,7 @@ private:
             }
             layer.n_ff = n_ff[i];
             layer.digest = std::string(digests[i]);
-            const bool is_hex = digests[i].find_first_not_of("0123456789abcdef") == std::string_view::npos;
-            if (!is_hex || digests[i].size() != (layer.n_ff > 0 ? 64 : 0)) {
+            if (!is_hex(digests[i]) || digests[i].size() != (layer.n_ff > 0 ? 64 : 0)) {
                 return error_at(path_, format::key_base_ffn_digest, " of layer ", i, " is '", shown(digests[i]), "'; expected ",
                                 layer.n_ff > 0 ? "64 hexadecimal digits" : "nothing, because the layer isn't covered", "; ",
                                 plan_again);
@@ -873,6 +902,70 @@ private:
         POWERINFER_TRY(
             read_floats(format::key_predictor_candidate_density, 0, 1, [](plan_layer & l, float v) { l.predictor_density = v; }));
         return read_floats(format::key_profile_density, 0, 1, [](plan_layer & l, float v) { l.profile_density = v; });
+    }
+
+    status read_placements() {
+        uint32_t n_placements = 0;
+        POWERINFER_TRY(read_scalar(format::key_placement_count, need::optional, n_placements));
+        if (n_placements > format::max_placements) {
+            return error_at(path_, format::key_placement_count, " is ", n_placements, "; expected at most ",
+                            format::max_placements, "; ", plan_again);
+        }
+        plan_.placements.resize(n_placements);
+        for (uint32_t i = 0; i < n_placements; i++) {
+            POWERINFER_TRY(read_placement(i, plan_.placements[i]));
+        }
+        return {};
+    }
+
+    status read_placement(int64_t i_placement, saved_placement & out) const {
+        const auto key = [&](const char * pattern) { return numbered_name(pattern, i_placement); };
+        const gguf_value * listed = view_.find_key(key(format::key_placement_device));
+        if (listed && listed->is_array && (listed->n < 1 || listed->n > format::max_devices)) {
+            return error_at(path_, key(format::key_placement_device), " has ", listed->n, " values; expected 1 .. ",
+                            format::max_devices, "; ", plan_again);
+        }
+        std::string_view budget, model_hash, statistics_hash;
+        std::vector<std::string_view> devices;
+        POWERINFER_TRY(read_scalar(key(format::key_placement_version), need::required, out.version));
+        POWERINFER_TRY(read_scalar(key(format::key_placement_budget), need::required, budget));
+        POWERINFER_TRY(read_scalar(key(format::key_placement_n_ctx), need::required, out.n_ctx));
+        POWERINFER_TRY(read_array(key(format::key_placement_device), need::required, any_count, "", devices));
+        POWERINFER_TRY(
+            read_array(key(format::key_placement_hot_bytes), need::required, devices.size(), "device", out.hot_bytes));
+        POWERINFER_TRY(read_array(key(format::key_placement_n_hot), need::required, out.n_hot));
+        POWERINFER_TRY(read_array(key(format::key_placement_i_device), need::required, out.i_device));
+        POWERINFER_TRY(read_scalar(key(format::key_placement_token_s), need::required, out.token_s));
+        POWERINFER_TRY(read_scalar(key(format::key_placement_gap), need::required, out.gap));
+        POWERINFER_TRY(read_scalar(key(format::key_placement_model_hash), need::required, model_hash));
+        POWERINFER_TRY(read_scalar(key(format::key_placement_statistics_hash), need::required, statistics_hash));
+        for (size_t i = 0; i < plan_.layers.size(); i++) {
+            if (out.n_hot[i] > uint64_t(plan_.layers[i].n_ff)) {
+                return error_at(path_, key(format::key_placement_n_hot), " of layer ", i, " is ", out.n_hot[i],
+                                "; expected at most ", plan_.layers[i].n_ff, " (n_ff); ", plan_again);
+            }
+            if (out.i_device[i] >= devices.size()) {
+                return error_at(path_, key(format::key_placement_i_device), " of layer ", i, " is ", out.i_device[i],
+                                "; expected 0 .. ", devices.size() - 1, "; ", plan_again);
+            }
+        }
+        for (const auto & [pattern, value] :
+             {std::pair(format::key_placement_token_s, out.token_s), std::pair(format::key_placement_gap, out.gap)}) {
+            if (!std::isfinite(value) || value < 0.0f) {
+                return error_at(path_, key(pattern), " is ", value, "; expected a finite number from 0 up; ", plan_again);
+            }
+        }
+        for (const auto & [pattern, text] : {std::pair(format::key_placement_model_hash, model_hash),
+                                             std::pair(format::key_placement_statistics_hash, statistics_hash)}) {
+            if (text.size() != 64 || !is_hex(text)) {
+                return error_at(path_, key(pattern), " is '", shown(text), "'; expected 64 hexadecimal digits; ", plan_again);
+            }
+        }
+        out.budget = std::string(budget);
+        out.devices.assign(devices.begin(), devices.end());
+        out.model_hash = std::string(model_hash);
+        out.statistics_hash = std::string(statistics_hash);
+        return {};
     }
 
     // Every tensor is one of the format's, for a layer that the plan covers.
@@ -906,12 +999,12 @@ private:
     }
 
     const gguf_tensor * find(const char * pattern, int64_t i_layer) const {
-        return view_.find_tensor(layer_name(pattern, i_layer));
+        return view_.find_tensor(numbered_name(pattern, i_layer));
     }
 
     status expect_vector(const char * pattern, int64_t i_layer, const gguf_tensor & tensor, ggml_type type, int64_t n) const {
         if (tensor.type != type || tensor.ne[0] != n || !is_matrix(&tensor, n, 1)) {
-            return error_at(path_, "layer ", i_layer, "'s ", layer_name(pattern, i_layer), " is ", ggml_type_name(tensor.type),
+            return error_at(path_, "layer ", i_layer, "'s ", numbered_name(pattern, i_layer), " is ", ggml_type_name(tensor.type),
                             " ", shape_of(tensor), "; expected ", ggml_type_name(type), " [", n, "]; ", plan_again);
         }
         return {};
@@ -920,11 +1013,11 @@ private:
     status read_rows(const char * pattern, int64_t i_layer, const gguf_tensor & tensor, int64_t ne0, int64_t ne1,
                      plan_tensor & out) const {
         if (!is_matrix(&tensor, ne0, ne1)) {
-            return error_at(path_, "layer ", i_layer, "'s ", layer_name(pattern, i_layer), " has shape ", shape_of(tensor),
+            return error_at(path_, "layer ", i_layer, "'s ", numbered_name(pattern, i_layer), " has shape ", shape_of(tensor),
                             "; expected [", ne0, ", ", ne1, "]; ", plan_again);
         }
         if (!has_to_float(tensor.type)) {
-            return error_at(path_, "layer ", i_layer, "'s ", layer_name(pattern, i_layer), " is of type ",
+            return error_at(path_, "layer ", i_layer, "'s ", numbered_name(pattern, i_layer), " is of type ",
                             ggml_type_name(tensor.type), "; expected a type that holds weights; ", plan_again);
         }
         out = {tensor.type, ne0, ne1, tensor.data, size_t(tensor.size_bytes)};
@@ -978,7 +1071,7 @@ private:
         }
         if (!fc1 || !fc2) {
             return error_at(path_, "layer ", i_layer, "'s ", format::key_predictor_kind, " is ", kind, " but ",
-                            layer_name(fc1 ? format::tensor_predictor_fc2 : format::tensor_predictor_fc1, i_layer),
+                            numbered_name(fc1 ? format::tensor_predictor_fc2 : format::tensor_predictor_fc1, i_layer),
                             " is missing; ", plan_again);
         }
         const int64_t rank = fc1->ne[1];
@@ -1143,6 +1236,47 @@ std::string plan_digest(const std::vector<digest_tensor> & tensors) {
     return hash.hex();
 }
 
+std::string plan_model_hash(const plan & p) {
+    sha256 hash;
+    for (const plan_layer & layer : p.layers) {
+        const std::string line =
+            join(layer.n_ff, " ", layer.digest, " ",
+                 layer.ffn_down_t.data ? ggml_type_name(ggml_type(layer.ffn_down_t.row_type)) : "", "\n");
+        hash.update(line.data(), line.size());
+    }
+    return hash.hex();
+}
+
+std::string plan_statistics_hash(const plan & p) {
+    sha256 hash;
+    for (const plan_layer & layer : p.layers) {
+        const std::string line = join(!layer.neuron_order.empty(), !layer.neuron_frequency.empty(), "\n");
+        hash.update(line.data(), line.size());
+        hash.update(layer.neuron_order.data(), layer.neuron_order.size() * sizeof(int32_t));
+        hash.update(layer.neuron_frequency.data(), layer.neuron_frequency.size() * sizeof(float));
+    }
+    return hash.hex();
+}
+
+const saved_placement * plan_find_placement(const plan & p, const std::vector<uint64_t> & hot_bytes) {
+    if (p.placements.empty()) {
+        return nullptr;
+    }
+    const std::string model_hash = plan_model_hash(p), statistics_hash = plan_statistics_hash(p);
+    for (auto saved = p.placements.rbegin(); saved != p.placements.rend(); ++saved) {
+        bool fits = saved->version == format::placement_version && saved->model_hash == model_hash &&
+                    saved->statistics_hash == statistics_hash && saved->hot_bytes.size() == hot_bytes.size();
+        for (size_t d = 0; fits && d < hot_bytes.size(); d++) {
+            fits = double(hot_bytes[d]) * (1 - format::placement_slack) <= double(saved->hot_bytes[d]) &&
+                   saved->hot_bytes[d] <= hot_bytes[d];
+        }
+        if (fits) {
+            return &*saved;
+        }
+    }
+    return nullptr;
+}
+
 status plan_read(const std::string & path, const std::string & base_override, plan & out) {
     return guarded(path, [&] { return plan_reader(path, out).read(base_override); });
 }
@@ -1179,6 +1313,7 @@ status plan_from_base(const std::string & base_path, plan & out) {
             out.layers[size_t(i)].n_ff = n_ff;
             out.layers[size_t(i)].digest = base.digest(i);
         }
+        set_row_types(base, out);
         return {};
     });
 }

@@ -51,6 +51,9 @@ struct plan_layer {
     float predictor_threshold = 0.0f;     // skipped only when score < it
     float predictor_recall = 0.0f;        // measured, 0 when absent
     float predictor_density = 0.0f;       // candidate_density measured, 0 when absent
+    int gate_type = -1;                   // ggml_type numbers of the base's rows; -1: not there
+    int up_type = -1;
+    int down_type = -1;
     uint64_t profile_tokens = 0;
     float profile_density = 0.0f;         // 0 when absent
     std::vector<int32_t> neuron_order;    // (n_ff) base row at each position; empty: identity
@@ -58,6 +61,21 @@ struct plan_layer {
     plan_tensor ffn_down_t;               // [n_embd, n_ff], rows in position order
     plan_tensor fc1;                      // [n_embd, rank]
     plan_tensor fc2;                      // [rank, n_ff], rows in position order
+};
+
+// How many neurons of each layer go to which device, and what that was computed for.
+struct saved_placement {
+    uint32_t version = 0;                 // of the cost model
+    std::string budget;                   // device memory as it was asked for, e.g. "8GiB"
+    uint32_t n_ctx = 0;                   // context that the budget had to hold too
+    std::vector<std::string> devices;     // (n_devices) names
+    std::vector<uint64_t> hot_bytes;      // (n_devices) what was left of the budget for hot neurons
+    std::vector<uint32_t> n_hot;          // (n_layer) positions 0 .. n_hot - 1 are hot
+    std::vector<uint32_t> i_device;       // (n_layer) index into devices
+    float token_s = 0.0f;                 // seconds per decoded token that the FFNs were expected to take
+    float gap = 0.0f;                     // relative distance of token_s from the bound of the best
+    std::string model_hash;
+    std::string statistics_hash;
 };
 
 struct plan {
@@ -75,17 +93,27 @@ struct plan {
     float loss = 0.0f;                    // relative perplexity increase measured with the thresholds
     std::string corpus;
     std::vector<plan_layer> layers;       // (n_layer)
+    std::vector<saved_placement> placements;  // the newest last
     std::shared_ptr<mapped_file> file;    // keeps the plan_tensors alive; nullptr for a bare plan
 };
 
 // Reads the extended GGUF at `path` and checks all of it.
 // `base_override` names the base model when it isn't embedded (empty: powerinfer.base.file beside `path`).
 // The base's FFN digests are compared here too, for every covered layer (reads 4 KiB per tensor).
-status plan_read(const std::string & path, const std::string & base_override, plan & out);
+POWERINFER_EXPORT status plan_read(const std::string & path, const std::string & base_override, plan & out);
 
 // A plan without an extended GGUF, made from the tensor list of a stock GGUF (first split of a split one included):
 // identity order, activation `graph`, no predictor. Layers without separate dense up and down rows get n_ff 0.
 status plan_from_base(const std::string & base_path, plan & out);
+
+// What a saved placement knows a model and its statistics by: SHA-256 in hex, as format.py's functions of the same names.
+// The second reads all orders and frequencies.
+std::string plan_model_hash(const plan & p);
+std::string plan_statistics_hash(const plan & p);
+
+// The saved placement that can be used again: the newest one of this model, these statistics and this version that was
+// made for as many devices, and on each for what it has now (hot_bytes), or at most placement_slack less. nullptr: none.
+POWERINFER_EXPORT const saved_placement * plan_find_placement(const plan & p, const std::vector<uint64_t> & hot_bytes);
 
 enum class model_file_kind { plain, extended };
 

@@ -5,6 +5,9 @@
 #include <string>
 #include <utility>
 
+// What the module exports beside its C API, for the Python core.
+#define POWERINFER_EXPORT __attribute__((visibility("default")))
+
 namespace powerinfer {
 
 class [[nodiscard]] status {

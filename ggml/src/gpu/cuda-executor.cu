@@ -22,7 +22,7 @@ namespace {
 constexpr int64_t step_tokens = 16;         // of one launch: bounds the lists and sums
 constexpr size_t stage_bytes = 16u << 20;   // cold rows that one upload brings, about; two are on their way at once
 constexpr size_t part_alignment = 256;      // of each matrix and vector in a block of device memory
-constexpr int n_totals = 4;                 // counters in front of y; three are used
+constexpr int n_totals = cuda_n_totals;     // counters in front of y
 
 size_t round_up(size_t value, size_t unit) { return (value + unit - 1) / unit * unit; }
 
@@ -93,12 +93,9 @@ struct neuron_rows {
     bool has_second_bias = false;
 
     static size_t stride(size_t row_bytes) { return round_up(row_bytes, cuda_row_bytes_unit); }
-    static size_t stride_of(int type, int64_t n) { return n > 0 ? stride(type >= 0 ? row_size_bytes(type, n) : n * sizeof(float)) : 0; }
+    static size_t stride_of(int type, int64_t n) { return n > 0 ? stride(row_size_bytes(type, n)) : 0; }
 
-    explicit neuron_rows(const ffn_layer & layer)
-        : first(stride(layer.first.row_bytes)), second(layer.gated ? stride(layer.second.row_bytes) : 0), down(stride(layer.down.row_bytes)),
-          fc2(layer.fc1.n_rows > 0 ? stride(layer.fc2.row_bytes) : 0), has_first_bias(!layer.first_bias.empty()),
-          has_second_bias(!layer.second_bias.empty()) {}
+    neuron_rows() = default;
     explicit neuron_rows(const gpu_layer_shape & shape)
         : first(stride_of(shape.first_type, shape.n_embd)), second(shape.second_type >= 0 ? stride_of(shape.second_type, shape.n_embd) : 0),
           down(stride_of(shape.down_type, shape.n_embd)), fc2(stride_of(shape.fc2_type, shape.rank)), has_first_bias(shape.has_first_bias),
@@ -188,11 +185,12 @@ cuda_activation activation_of(ffn_activation activation) {
 // --- store ---
 
 struct device_layer {
+    gpu_layer_shape shape;
+    neuron_rows rows;
     int64_t n_embd = 0;
     int64_t n_hot = 0;
     int64_t rank = 0;
     int64_t n_group = 0;  // cold neurons that one upload brings
-    size_t group_bytes = 0;
     float activation_param = 0.0f;
     float predictor_threshold = 0.0f;
     bool predictor_relu = false;
@@ -211,7 +209,7 @@ public:
     explicit cuda_store(ggml_backend_dev_t device) : name_(ggml_backend_dev_name(device)) { opened_ = open(device); }
 
     status check_layer(int i_layer, const gpu_layer_shape & shape) const override;
-    status add_layer(int i_layer, const ffn_layer & layer, int64_t n_hot, const kernel_table * kernels) override;
+    status add_layer(int i_layer, const ffn_layer & layer, const gpu_layer_shape & shape, const kernel_table * kernels) override;
     size_t memory_bytes() const override { return memory_bytes_; }
     status make_executor(int64_t max_tokens, std::unique_ptr<gpu_executor> & out) override;
 
@@ -273,33 +271,27 @@ status cuda_store::check_layer(int i_layer, const gpu_layer_shape & shape) const
     return {};
 }
 
-status cuda_store::add_layer(int i_layer, const ffn_layer & layer, int64_t n_hot, const kernel_table *) {
-    const bool has_predictor = layer.fc1.n_rows > 0;
-    const std::pair<const char *, int> parts[] = {{layer.gated ? "gate" : "up", layer.first.row_type},
-                                                  {"up", layer.gated ? layer.second.row_type : -1},
-                                                  {"down", layer.down.row_type},
-                                                  {"predictor", has_predictor ? layer.fc1.row_type : -1},
-                                                  {"predictor", has_predictor ? layer.fc2.row_type : -1}};
-    status result = use();
-    for (const auto & [part, type] : parts) {
-        if (result.ok()) {
-            result = check_type(i_layer, part, type);
-        }
+status cuda_store::add_layer(int i_layer, const ffn_layer & layer, const gpu_layer_shape & shape, const kernel_table *) {
+    status result = check_layer(i_layer, shape);
+    if (result.ok()) {
+        result = use();
     }
     if (!result.ok()) {
         return result;
     }
-    const neuron_rows rows(layer);
+    const int64_t n_hot = shape.n_hot;
+    const neuron_rows rows(shape);
     const group_layout at(rows, n_hot);
-    const size_t fc1_stride = has_predictor ? neuron_rows::stride(layer.fc1.row_bytes) : 0;
+    const size_t fc1_stride = neuron_rows::stride_of(shape.fc1_type, shape.rank > 0 ? shape.n_embd : 0);
     const size_t bytes = at.bytes + fc1_stride * layer.fc1.n_rows;
 
     device_layer self;
     self.n_embd = layer.n_embd;
     self.n_hot = n_hot;
     self.rank = layer.fc1.n_rows;
+    self.shape = shape;
+    self.rows = rows;
     self.n_group = group_neurons(rows, layer.n_ff);
-    self.group_bytes = group_layout(rows, self.n_group).bytes;
     self.activation_param = layer.activation_param;
     self.predictor_threshold = layer.predictor_threshold;
     self.predictor_relu = layer.predictor_relu;
@@ -307,7 +299,7 @@ status cuda_store::add_layer(int i_layer, const ffn_layer & layer, int64_t n_hot
     self.second_row_bytes = layer.gated ? layer.second.row_bytes : 0;
     self.down_row_bytes = layer.down.row_bytes;
     self.fc1_bytes = layer.fc1.row_bytes * layer.fc1.n_rows;
-    self.fc2_row_bytes = has_predictor ? layer.fc2.row_bytes : 0;
+    self.fc2_row_bytes = layer.fc2.row_bytes;
     cuda_memory staging(true);
     if (bytes > 0) {
         result = self.memory.allocate(bytes, where(i_layer));
@@ -362,12 +354,14 @@ struct scratch_needs {
     int64_t n_neurons = 0;   // of a launch
     size_t group_bytes = 0;
 
-    void add(int64_t layer_n_embd, int64_t layer_rank, int64_t n_hot, int64_t n_group, size_t layer_group_bytes) {
-        n_embd = std::max(n_embd, layer_n_embd);
-        rank = std::max(rank, layer_rank);
-        n_neurons = std::max({n_neurons, n_hot, n_group});
+    void add(const gpu_layer_shape & shape) {
+        const neuron_rows rows(shape);
+        const int64_t n_group = shape.streams ? group_neurons(rows, shape.n_ff) : 0;
+        n_embd = std::max(n_embd, shape.n_embd);
+        rank = std::max(rank, shape.rank);
+        n_neurons = std::max({n_neurons, shape.n_hot, n_group});
         // `multiply` brings one value per hot neuron and token through the same room.
-        group_bytes = std::max({group_bytes, layer_group_bytes, step_tokens * n_hot * sizeof(float)});
+        group_bytes = std::max({group_bytes, group_layout(rows, n_group).bytes, step_tokens * shape.n_hot * sizeof(float)});
     }
 };
 
@@ -427,7 +421,7 @@ private:
     cuda_list list() const;
     status begin(int i_layer, const ffn_options & options, int64_t n_tokens, const float * x, int64_t ld_x, const float * r, int64_t ld_r);
     status add_neurons(const cuda_neurons & neurons);
-    status bring_group(const ffn_layer & cold, const neuron_rows & rows, int64_t from, int64_t n, int i_stage);
+    status bring_group(const ffn_layer & cold, int64_t from, int64_t n, int i_stage);
     status end();
     void read_totals();
 
@@ -451,6 +445,7 @@ private:
     cuda_rule rule_;
     int64_t n_tokens_ = 0;
     bool is_begun_ = false;          // y holds a part already
+    bool counts_active_ = false;
     gpu_result result_;
 };
 
@@ -516,6 +511,7 @@ status cuda_executor::begin(int i_layer, const ffn_options & options, int64_t n_
     layer_ = &store_.layer(i_layer);
     n_tokens_ = n_tokens;
     is_begun_ = false;
+    counts_active_ = options.count_hot;
     result_ = {};
     result_.begin_s = omp_get_wtime();
     rule_ = {};
@@ -603,14 +599,15 @@ status cuda_executor::end() {
 
 void cuda_executor::read_totals() {
     const unsigned long long * totals = reinterpret_cast<const unsigned long long *>(host_out_.data());
-    uint64_t counts[3];
-    for (int i = 0; i < 3; ++i) {
+    uint64_t counts[n_totals];
+    for (int i = 0; i < n_totals; ++i) {
         counts[i] = totals[i] - last_totals_[i];
         last_totals_[i] = totals[i];
     }
     result_.end_s = omp_get_wtime();
     result_.n_candidates = counts[0];
-    result_.n_active = counts[2];
+    result_.n_used = counts[2];
+    result_.n_active = counts_active_ ? counts[3] : 0;
     result_.read_bytes += counts[0] * layer_->first_row_bytes + counts[1] * layer_->second_row_bytes + counts[2] * layer_->down_row_bytes;
 }
 
@@ -640,7 +637,8 @@ status cuda_executor::finish(float * y, int64_t ld_y, gpu_result & result) {
 }
 
 // Cold neurons from .. from + n - 1 into a stage on the device; is_copied_ tells when.
-status cuda_executor::bring_group(const ffn_layer & cold, const neuron_rows & rows, int64_t from, int64_t n, int i_stage) {
+status cuda_executor::bring_group(const ffn_layer & cold, int64_t from, int64_t n, int i_stage) {
+    const neuron_rows & rows = layer_->rows;
     // The host's stage is free once its last copy is done.
     status result = check(cudaEventSynchronize(is_copied_[i_stage].get()), where_, "bringing cold rows");
     if (!result.ok()) {
@@ -681,15 +679,15 @@ status cuda_executor::stream(int i_layer, const ffn_layer & cold, const ffn_opti
     if (code.ok() && layer_->n_hot > 0) {
         code = add_neurons(layer_->hot);
     }
-    const neuron_rows rows(cold);
     int i_stage = 0;
     for (int64_t from = 0; from < cold.n_ff && code.ok(); from += layer_->n_group, i_stage = 1 - i_stage) {
         const int64_t n = std::min(layer_->n_group, cold.n_ff - from);
-        code = bring_group(cold, rows, from, n, i_stage);
+        code = bring_group(cold, from, n, i_stage);
         if (code.ok()) {
             code = check(cudaStreamWaitEvent(compute_.get(), is_copied_[i_stage].get(), 0), where_, "waiting for cold rows");
         }
         if (code.ok()) {
+            const neuron_rows & rows = layer_->rows;
             code = add_neurons(neurons_at(scratch<uint8_t>(at_.stages[i_stage]), group_layout(rows, n), rows, cold, n));
         }
         if (code.ok()) {
@@ -765,7 +763,7 @@ status cuda_store::make_executor(int64_t max_tokens, std::unique_ptr<gpu_executo
     scratch_needs needs;
     needs.max_tokens = max_tokens;
     for (const auto & [i_layer, layer] : layers_) {
-        needs.add(layer.n_embd, layer.rank, layer.n_hot, layer.n_group, layer.group_bytes);
+        needs.add(layer.shape);
     }
     std::unique_ptr<cuda_executor> made(new cuda_executor(*this, needs));
     const status result = made->create();
@@ -789,9 +787,7 @@ size_t cuda_scratch_bytes(const std::vector<gpu_layer_shape> & shapes, int64_t m
     scratch_needs needs;
     needs.max_tokens = max_tokens;
     for (const gpu_layer_shape & shape : shapes) {
-        const neuron_rows rows(shape);
-        const int64_t n_group = group_neurons(rows, shape.n_ff);
-        needs.add(shape.n_embd, shape.rank, shape.n_hot, n_group, group_layout(rows, n_group).bytes);
+        needs.add(shape);
     }
     return scratch_layout(needs).bytes;
 }

@@ -417,13 +417,15 @@ __global__ void select_kernel(cuda_neurons neurons, cuda_rule rule, cuda_input x
         }
         keep = rule.is_dense || !(value == 0.0f || fabsf(value) * neurons.down_norm[id] < rule.product_limit);
     }
-    const int n_active = keep_entries(keep, id, value, out_ids, out_values);
+    const int n_used = keep_entries(keep, id, value, out_ids, out_values);
+    const int n_not_0 = __popc(__ballot_sync(all_lanes, keep && value != 0.0f));
     if (threadIdx.x == 0) {
-        list.n_ids[i_tile] = n_active;
+        list.n_ids[i_tile] = n_used;
         // Whole numbers: their sum doesn't depend on the order.
         atomicAdd(list.totals, static_cast<unsigned long long>(n_candidates));
         atomicAdd(list.totals + 1, static_cast<unsigned long long>(gated ? n_up : 0));
-        atomicAdd(list.totals + 2, static_cast<unsigned long long>(n_active));
+        atomicAdd(list.totals + 2, static_cast<unsigned long long>(n_used));
+        atomicAdd(list.totals + 3, static_cast<unsigned long long>(n_not_0));
     }
 }
 

@@ -17,6 +17,7 @@ constexpr int cuda_tile_neurons = 32;   // neurons of one thread block: one lane
 constexpr int cuda_split_neurons = 512; // neurons whose down rows one thread block adds up
 constexpr int cuda_row_bytes_unit = 32; // rows start at multiples of it; zeros follow them up to the next one
 constexpr int cuda_input_unit = 32;     // an input's values, rounded up to it with zeros
+constexpr int cuda_n_totals = 4;        // counters: gate, up and down rows used, values other than 0
 
 // 32 values of an input for quantized rows: x = d * q. As in kernels-scalar.cpp.
 struct alignas(8) cuda_block_x {
@@ -71,7 +72,7 @@ struct cuda_list {
     int32_t * ids = nullptr;     // (n_tokens, n_tiles, cuda_tile_neurons) ascending
     float * values = nullptr;    // as ids: act(gate) * up
     int32_t * n_ids = nullptr;   // (n_tokens, n_tiles)
-    unsigned long long * totals = nullptr;  // [3] gate, up and down rows used: every launch adds to them
+    unsigned long long * totals = nullptr;  // (cuda_n_totals) every launch of cuda_select adds to them
 };
 
 constexpr int cuda_n_tiles(int64_t n) { return static_cast<int>((n + cuda_tile_neurons - 1) / cuda_tile_neurons); }

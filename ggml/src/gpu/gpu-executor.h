@@ -16,9 +16,11 @@ namespace powerinfer {
 struct gpu_result {
     double begin_s = 0.0;        // omp_get_wtime: its work began (a device that queues: was handed over)
     double end_s = 0.0;          // its result was in host memory
+    double copy_s = 0.0;         // the host spent in copies; a device that queues copies later
     uint64_t copied_bytes = 0;   // between host and device, both ways
     uint64_t n_candidates = 0;   // gate rows computed, summed over tokens
-    uint64_t n_active = 0;       // down rows used, summed over tokens
+    uint64_t n_used = 0;         // down rows used, summed over tokens
+    uint64_t n_active = 0;       // values other than 0, summed over tokens; 0 unless options.count_hot
     uint64_t read_bytes = 0;     // weight bytes that the device read, rows that tokens share once
 };
 
@@ -31,13 +33,14 @@ struct gpu_layer_shape {
     int first_type = -1;   // ggml_type of gate rows, or of up rows when ungated
     int second_type = -1;  // of up rows when gated
     int down_type = -1;    // of neuron-major down rows
-    int fc1_type = -1;     // of the predictor's rows; -1: none, or not known
+    int fc1_type = -1;     // of the predictor's rows
     int fc2_type = -1;
     bool has_first_bias = true;
     bool has_second_bias = true;
+    bool streams = true;   // gpu_executor::stream will be called
 
     gpu_layer_shape() = default;
-    gpu_layer_shape(const ffn_layer & layer, int64_t n_hot);
+    gpu_layer_shape(const ffn_layer & layer, int64_t n_hot, bool streams);
 };
 
 class gpu_executor;
@@ -51,8 +54,7 @@ public:
     virtual status check_layer(int i_layer, const gpu_layer_shape & shape) const = 0;
 
     // Uploads a layer's positions 0 .. n_hot - 1, once, while the model loads. The host rows may go afterwards.
-    // n_hot 0: cold rows are streamed to the device only (gpu_executor::stream).
-    virtual status add_layer(int i_layer, const ffn_layer & layer, int64_t n_hot, const kernel_table * kernels) = 0;
+    virtual status add_layer(int i_layer, const ffn_layer & layer, const gpu_layer_shape & shape, const kernel_table * kernels) = 0;
 
     virtual size_t memory_bytes() const = 0;  // of the rows, on the device
 
@@ -96,8 +98,8 @@ size_t ggml_scratch_bytes(ggml_backend_dev_t device, const std::vector<gpu_layer
 #if defined(POWERINFER_CUDA)
 // A CUDA device with our kernels (cuda-executor.cu): rows are kept as they are, inactive neurons are skipped.
 std::unique_ptr<gpu_store> cuda_store_create(ggml_backend_dev_t device);
-size_t cuda_neuron_bytes(const gpu_layer_shape & shape);  // as above; predictor rows of an unknown type: 4 bytes per value
-size_t cuda_rows_bytes(const gpu_layer_shape & shape);
+size_t cuda_neuron_bytes(const gpu_layer_shape & shape);
+size_t cuda_rows_bytes(const gpu_layer_shape & shape);  // the predictor's first matrix too
 size_t cuda_scratch_bytes(const std::vector<gpu_layer_shape> & shapes, int64_t max_tokens);
 #endif
 
