@@ -93,11 +93,11 @@ struct neuron_rows {
     bool has_second_bias = false;
 
     static size_t stride(size_t row_bytes) { return round_up(row_bytes, cuda_row_bytes_unit); }
-    static size_t stride_of(int type, int64_t n) { return n > 0 ? stride(row_size_bytes(type, n)) : 0; }
+    static size_t stride_of(int type, int64_t n) { return type >= 0 ? stride(row_size_bytes(type, n)) : 0; }
 
     neuron_rows() = default;
     explicit neuron_rows(const gpu_layer_shape & shape)
-        : first(stride_of(shape.first_type, shape.n_embd)), second(shape.second_type >= 0 ? stride_of(shape.second_type, shape.n_embd) : 0),
+        : first(stride_of(shape.first_type, shape.n_embd)), second(stride_of(shape.second_type, shape.n_embd)),
           down(stride_of(shape.down_type, shape.n_embd)), fc2(stride_of(shape.fc2_type, shape.rank)), has_first_bias(shape.has_first_bias),
           has_second_bias(shape.has_second_bias) {}
 
@@ -282,7 +282,7 @@ status cuda_store::add_layer(int i_layer, const ffn_layer & layer, const gpu_lay
     const int64_t n_hot = shape.n_hot;
     const neuron_rows rows(shape);
     const group_layout at(rows, n_hot);
-    const size_t fc1_stride = neuron_rows::stride_of(shape.fc1_type, shape.rank > 0 ? shape.n_embd : 0);
+    const size_t fc1_stride = neuron_rows::stride_of(shape.fc1_type, shape.n_embd);
     const size_t bytes = at.bytes + fc1_stride * layer.fc1.n_rows;
 
     device_layer self;
