@@ -248,7 +248,8 @@ void run_kernel(dim3 grid, dim3 block, size_t shared_bytes, const std::function<
     shared_bytes = (shared_bytes + 15) / 16 * 16;
     if (block.x % 32 != 0 || block.y != 1 || block.z != 1 || block.x > 1024 || grid.x == 0 || grid.y == 0 || grid.z == 0 ||
         grid.y > 65535 || grid.z > 65535 || shared_bytes > max_shared_bytes) {
-        fail("a launch of %u x %u x %u blocks of %u threads with %zu bytes of shared memory", grid.x, grid.y, grid.z, block.x, shared_bytes);
+        fail("a launch of %u x %u x %u blocks of %u threads with %zu bytes of shared memory", grid.x, grid.y, grid.z, block.x,
+             shared_bytes);
     }
     make_fibers(block.x);
     m.kernel = &kernel;

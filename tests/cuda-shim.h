@@ -12,12 +12,12 @@
 
 namespace cuda_shim {
 
-inline bool reverse_order = false;        // threads of a block run last to first between their meeting points
-inline unsigned eager_streams = ~0u;      // bit i: the i-th stream made since then runs at once; else when something waits for it
-inline int n_streams = 0;                 // made so far; a test may set it to 0
+inline bool reverse_order = false;    // threads of a block run last to first between their meeting points
+inline unsigned eager_streams = ~0u;  // bit i: the i-th stream made since then runs at once; else when something waits for it
+inline int n_streams = 0;             // made so far; a test may set it to 0
 inline size_t memory_left_bytes = SIZE_MAX;  // what cudaMalloc still gives
-inline int n_allocations = 0;             // alive
-inline int broken = 0;                    // a cudaError_t that every wait returns from now on
+inline int n_allocations = 0;                // alive
+inline int broken = 0;                       // a cudaError_t that every wait returns from now on
 
 [[noreturn]] void fail(const char * format, ...) __attribute__((format(printf, 1, 2)));
 
@@ -29,14 +29,22 @@ inline int broken = 0;                    // a cudaError_t that every wait retur
 #define __device__
 #define __align__(n) alignas(n)
 
-struct uint3 { unsigned x, y, z; };
+struct uint3 {
+    unsigned x, y, z;
+};
 struct dim3 {
     unsigned x, y, z;
     dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
 };
-struct alignas(8) int2 { int x, y; };
-struct alignas(16) float4 { float x, y, z, w; };
-struct alignas(16) uint4 { unsigned x, y, z, w; };
+struct alignas(8) int2 {
+    int x, y;
+};
+struct alignas(16) float4 {
+    float x, y, z, w;
+};
+struct alignas(16) uint4 {
+    unsigned x, y, z, w;
+};
 
 inline uint3 threadIdx, blockIdx;
 inline dim3 blockDim, gridDim;
@@ -94,7 +102,9 @@ inline int __dp4a(int a, int b, int sum) {
     return sum;
 }
 
-struct __half { uint16_t bits; };
+struct __half {
+    uint16_t bits;
+};
 inline __half __ushort_as_half(uint16_t bits) { return {bits}; }
 float __half2float(__half value);
 __half __float2half_rn(float value);
@@ -114,7 +124,14 @@ inline unsigned long long atomicAdd(unsigned long long * to, unsigned long long 
 
 // --- runtime ---
 
-enum cudaError_t { cudaSuccess, cudaErrorInvalidValue, cudaErrorMemoryAllocation, cudaErrorNoDevice, cudaErrorLaunchFailure, cudaErrorNoKernelImageForDevice };
+enum cudaError_t {
+    cudaSuccess,
+    cudaErrorInvalidValue,
+    cudaErrorMemoryAllocation,
+    cudaErrorNoDevice,
+    cudaErrorLaunchFailure,
+    cudaErrorNoKernelImageForDevice
+};
 enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost };
 struct cudaFuncAttributes {};
 using cudaStream_t = cuda_shim::stream *;

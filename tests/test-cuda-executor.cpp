@@ -71,7 +71,8 @@ struct built {
             if (type == GGML_TYPE_F32) {
                 std::memcpy(&blocks.back()[i * m.stride_bytes], &values[i * n], m.row_bytes);
             } else {
-                ggml_quantize_chunk(static_cast<ggml_type>(type), &values[i * n], &blocks.back()[i * m.stride_bytes], 0, 1, n, nullptr);
+                ggml_quantize_chunk(static_cast<ggml_type>(type), &values[i * n], &blocks.back()[i * m.stride_bytes], 0, 1, n,
+                                    nullptr);
             }
         }
         m.rows = blocks.back().data();
@@ -160,15 +161,16 @@ void compare(const std::vector<float> & expected, const std::vector<float> & y, 
 }
 
 // Token by token: batches of quantized rows don't quantize x on the CPU.
-void forward(const ffn_layer & layer, const ffn_options & options, int64_t n_tokens, const float * x, const float * r, int64_t ld, float * y,
-             ffn_workspace & workspace, ffn_result & result) {
+void forward(const ffn_layer & layer, const ffn_options & options, int64_t n_tokens, const float * x, const float * r, int64_t ld,
+             float * y, ffn_workspace & workspace, ffn_result & result) {
     for (int64_t t = 0; t < n_tokens; ++t) {
         ffn_forward(layer, options, &kernels_scalar, 1, 1, x + t * ld, ld, y + t * ld, ld, workspace, result, r + t * ld, ld);
     }
 }
 
 // n_tokens of one layer, n_hot of its neurons on the device.
-void test_split(const layer_case & c, ggml_backend_dev_t device, int64_t n_hot, const std::vector<int64_t> & batches, const std::vector<ffn_mode> & modes) {
+void test_split(const layer_case & c, ggml_backend_dev_t device, int64_t n_hot, const std::vector<int64_t> & batches,
+                const std::vector<ffn_mode> & modes) {
     const built b(c);
     const ffn_layer cold = ffn_without_hot(b.layer, n_hot);
     const gpu_layer_shape shape(b.layer, n_hot, true);
@@ -200,7 +202,8 @@ void test_split(const layer_case & c, ggml_backend_dev_t device, int64_t n_hot, 
             ffn_result rest;
             if (n_hot > 0) {
                 std::vector<float> x_copy = x;  // may be overwritten as soon as start returns
-                if (!is_ok(gpu->start(3, options, n_tokens, x_copy.data(), ld, n_tokens % 2 == 0 ? r.data() : x_copy.data(), ld))) {
+                if (!is_ok(
+                        gpu->start(3, options, n_tokens, x_copy.data(), ld, n_tokens % 2 == 0 ? r.data() : x_copy.data(), ld))) {
                     return;
                 }
                 std::fill(x_copy.begin(), x_copy.end(), std::numeric_limits<float>::quiet_NaN());
@@ -227,7 +230,8 @@ void test_split(const layer_case & c, ggml_backend_dev_t device, int64_t n_hot, 
             options.count_hot = false;
             gpu_result streamed;
             std::fill(y.begin(), y.end(), 0.5f);
-            if (!is_ok(gpu->stream(3, cold, options, n_tokens, x.data(), ld, n_tokens % 2 == 0 ? r.data() : x.data(), ld, y.data(), ld, streamed))) {
+            if (!is_ok(gpu->stream(3, cold, options, n_tokens, x.data(), ld, n_tokens % 2 == 0 ? r.data() : x.data(), ld,
+                                   y.data(), ld, streamed))) {
                 return;
             }
             for (int64_t t = 0; t < n_tokens && c.biases; ++t) {
@@ -248,7 +252,8 @@ void test_multiply(const layer_case & c, ggml_backend_dev_t device, int64_t n_to
     const int64_t n_hot = 45;
     std::unique_ptr<gpu_store> store = cuda_store_create(device);
     std::unique_ptr<gpu_executor> gpu;
-    if (!is_ok(store->add_layer(0, b.layer, gpu_layer_shape(b.layer, n_hot, false), &kernels_scalar)) || !is_ok(store->make_executor(n_tokens, gpu))) {
+    if (!is_ok(store->add_layer(0, b.layer, gpu_layer_shape(b.layer, n_hot, false), &kernels_scalar)) ||
+        !is_ok(store->make_executor(n_tokens, gpu))) {
         return;
     }
     const std::vector<float> x = random_values(n_tokens * c.n_embd, 1.0f);
@@ -286,7 +291,8 @@ void test_errors(ggml_backend_dev_t device) {
     c.type = GGML_TYPE_Q5_0;
     const built slow(c);
     std::unique_ptr<gpu_store> store = cuda_store_create(device);
-    CHECK(has(store->check_layer(3, gpu_layer_shape(slow.layer, 8, true)), "CUDA0: layer 3: gate rows are q5_0; the CUDA kernels read"));
+    CHECK(has(store->check_layer(3, gpu_layer_shape(slow.layer, 8, true)),
+              "CUDA0: layer 3: gate rows are q5_0; the CUDA kernels read"));
     CHECK(has(store->add_layer(3, slow.layer, gpu_layer_shape(slow.layer, 8, true), &kernels_scalar), "gate rows are q5_0"));
     CHECK(store->memory_bytes() == 0);
 
@@ -297,14 +303,17 @@ void test_errors(ggml_backend_dev_t device) {
 
 #ifdef POWERINFER_CUDA_SHIM
     named_device missing("CUDA7", nullptr);
-    CHECK(has(cuda_store_create(&missing.device)->check_layer(0, gpu_layer_shape(slow.layer, 8, true)), "CUDA7: choosing the device: no CUDA-capable"));
+    CHECK(has(cuda_store_create(&missing.device)->check_layer(0, gpu_layer_shape(slow.layer, 8, true)),
+              "CUDA7: choosing the device: no CUDA-capable"));
     named_device elsewhere("CUDA0", "0000:ff:00.0");
-    CHECK(has(cuda_store_create(&elsewhere.device)->check_layer(0, gpu_layer_shape(slow.layer, 8, true)), "CUDA0: device 0000:ff:00.0: invalid argument"));
+    CHECK(has(cuda_store_create(&elsewhere.device)->check_layer(0, gpu_layer_shape(slow.layer, 8, true)),
+              "CUDA0: device 0000:ff:00.0: invalid argument"));
 
     c.type = GGML_TYPE_F16;
     const built b(c);
     cuda_shim::memory_left_bytes = 1000;
-    CHECK(has(store->add_layer(3, b.layer, gpu_layer_shape(b.layer, 8, true), &kernels_scalar), "CUDA0: layer 3: 1 MiB of GPU memory: out of memory; expected that much free memory; give a smaller"));
+    CHECK(has(store->add_layer(3, b.layer, gpu_layer_shape(b.layer, 8, true), &kernels_scalar),
+              "CUDA0: layer 3: 1 MiB of GPU memory: out of memory; expected that much free memory; give a smaller"));
     cuda_shim::memory_left_bytes = SIZE_MAX;
     is_ok(store->add_layer(3, b.layer, gpu_layer_shape(b.layer, 8, true), &kernels_scalar));
     std::unique_ptr<gpu_executor> gpu;
@@ -318,7 +327,8 @@ void test_errors(ggml_backend_dev_t device) {
     gpu_result done;
     is_ok(gpu->start(3, options_of(c, ffn_mode::exact), 1, x.data(), c.n_embd, x.data(), c.n_embd));
     cuda_shim::broken = cudaErrorLaunchFailure;
-    CHECK(has(gpu->finish(y.data(), c.n_embd, done), "CUDA0: layer 3: computing hot neurons: unspecified launch failure; expected success"));
+    CHECK(has(gpu->finish(y.data(), c.n_embd, done),
+              "CUDA0: layer 3: computing hot neurons: unspecified launch failure; expected success"));
     cuda_shim::broken = 0;
 #endif
 }
@@ -344,8 +354,8 @@ int main() {
     for (const int64_t n_hot : {0, 1, 31, 64, 95, 96}) {
         test_split(c, device, n_hot, {1, 2, 19}, all_modes);
     }
-    for (const ffn_activation activation : {ffn_activation::relu, ffn_activation::relu_sqr, ffn_activation::drelu, ffn_activation::silu,
-                                            ffn_activation::gelu, ffn_activation::gelu_erf}) {
+    for (const ffn_activation activation : {ffn_activation::relu, ffn_activation::relu_sqr, ffn_activation::drelu,
+                                            ffn_activation::silu, ffn_activation::gelu, ffn_activation::gelu_erf}) {
         for (const bool gated : {true, false}) {
             for (const bool biases : {true, false}) {
                 c = {};
@@ -355,7 +365,8 @@ int main() {
                 c.is_mapped = biases;
                 c.n_embd = 68;
                 c.n_ff = 97;
-                test_split(c, device, 40, {1, 3}, activation == ffn_activation::gelu ? std::vector<ffn_mode>{ffn_mode::dense} : all_modes);
+                test_split(c, device, 40, {1, 3},
+                           activation == ffn_activation::gelu ? std::vector<ffn_mode>{ffn_mode::dense} : all_modes);
             }
         }
     }

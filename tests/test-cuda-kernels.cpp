@@ -88,8 +88,8 @@ struct matrix {
     int64_t n_rows = 0;
     size_t row_bytes = 0;
     const row_kernels * scalar = nullptr;
-    std::vector<uint8_t> rows;   // (n_rows, row_bytes), and the tail that kernels may read
-    std::vector<float> values;   // (n_rows, n) that they stand for
+    std::vector<uint8_t> rows;  // (n_rows, row_bytes), and the tail that kernels may read
+    std::vector<float> values;  // (n_rows, n) that they stand for
     std::unique_ptr<on_device<uint8_t>> copy;
     cuda_matrix device;
 
@@ -142,7 +142,9 @@ struct input {
     }
 
     input(const std::vector<float> & x, int64_t n_tokens, int64_t n)
-        : ld(round_up(n, cuda_input_unit)), values(padded(x, n_tokens, n)), packed(n_tokens * ld / block_values, cuda_block_x{nan_value, 7, {}}) {
+        : ld(round_up(n, cuda_input_unit)),
+          values(padded(x, n_tokens, n)),
+          packed(n_tokens * ld / block_values, cuda_block_x{nan_value, 7, {}}) {
         CHECK(cuda_pack(static_cast<int>(n_tokens), values.data(), ld, packed.data(), nullptr) == cudaSuccess);
         device.values = values.data();
         device.packed = packed.data();
@@ -154,7 +156,8 @@ std::vector<int64_t> lengths_of(int type) {
     if (!cuda_reads_packed(type)) {
         return {1, 17, 32, 68, 100, 576, 1000, 2048, 4100, 4160};
     }
-    return type == row_type_q4_k ? std::vector<int64_t>{256, 768, 2048, 4352} : std::vector<int64_t>{32, 64, 160, 576, 2048, 4128, 4160};
+    return type == row_type_q4_k ? std::vector<int64_t>{256, 768, 2048, 4352}
+                                 : std::vector<int64_t>{32, 64, 160, 576, 2048, 4128, 4160};
 }
 
 void test_pack() {
@@ -229,8 +232,11 @@ struct lists {
     cuda_list device;
 
     lists(int64_t n_tokens, int64_t n)
-        : n_tiles(cuda_n_tiles(n)), ids(n_tokens * n_tiles * cuda_tile_neurons, -1), values(n_tokens * n_tiles * cuda_tile_neurons, nan_value),
-          n_ids(n_tokens * n_tiles, -1), totals(cuda_n_totals, 100) {
+        : n_tiles(cuda_n_tiles(n)),
+          ids(n_tokens * n_tiles * cuda_tile_neurons, -1),
+          values(n_tokens * n_tiles * cuda_tile_neurons, nan_value),
+          n_ids(n_tokens * n_tiles, -1),
+          totals(cuda_n_totals, 100) {
         device.ids = ids.data();
         device.values = values.data();
         device.n_ids = n_ids.data();
@@ -258,10 +264,10 @@ double activate(cuda_activation activation, double param, double v) {
     auto half = [](double value) { return static_cast<double>(ggml_fp16_to_fp32(ggml_fp32_to_fp16(static_cast<float>(value)))); };
     switch (activation) {
         case cuda_activation::relu:
-        case cuda_activation::drelu:      return v <= param ? 0.0 : v;
-        case cuda_activation::relu_sqr:   return v <= param ? 0.0 : v * v;
-        case cuda_activation::silu:       return v / (1.0 + std::exp(-v));
-        case cuda_activation::gelu:       {
+        case cuda_activation::drelu:    return v <= param ? 0.0 : v;
+        case cuda_activation::relu_sqr: return v <= param ? 0.0 : v * v;
+        case cuda_activation::silu:     return v / (1.0 + std::exp(-v));
+        case cuda_activation::gelu:     {
             const double h = half(v);
             return half(0.5 * h * (1.0 + std::tanh(0.79788456080286536 * h * (1.0 + 0.044715 * h * h))));
         }
@@ -293,7 +299,8 @@ void test_block(const block_case & c) {
     const float threshold = 0.25f;
     std::vector<bool> wanted(c.n, true);
     for (int64_t i = 0; i < c.n && c.rule.is_predicted; ++i) {
-        wanted[i] = c.scores == 2 || (c.scores == 1 && i == c.n / 2) || (c.scores == 3 && i % 2 == 1) || (c.scores == 4 && i % 3 == 0);
+        wanted[i] =
+            c.scores == 2 || (c.scores == 1 && i == c.n / 2) || (c.scores == 3 && i % 2 == 1) || (c.scores == 4 && i % 3 == 0);
         fc2_values[i * rank] = wanted[i] ? (c.nan_scores ? nan_value : threshold) : 0.249f;  // at the threshold: computed
     }
     const matrix fc2(row_type_f32, c.n, rank, fc2_values);
@@ -327,15 +334,18 @@ void test_block(const block_case & c) {
     rule.predictor_threshold = threshold;
 
     const lists list(c.n_tokens, c.n);
-    CHECK(cuda_select(static_cast<int>(c.n_tokens), neurons, rule, in.device, in_hidden.device, list.device, nullptr) == cudaSuccess);
+    CHECK(cuda_select(static_cast<int>(c.n_tokens), neurons, rule, in.device, in_hidden.device, list.device, nullptr) ==
+          cudaSuccess);
     const std::vector<entries> found = list.read();
     const int64_t ld = in.ld;
     on_device<float> sums(c.n_tokens * cuda_n_splits(c.n) * ld, nan_value);
     const std::vector<float> before = random_values(c.n_tokens * ld);
     on_device<float> y(before);
     on_device<float> y_added(before);
-    CHECK(cuda_add_down(static_cast<int>(c.n_tokens), neurons.n, down.device, list.device, false, sums.data(), y.data(), ld, nullptr) == cudaSuccess);
-    CHECK(cuda_add_down(static_cast<int>(c.n_tokens), neurons.n, down.device, list.device, true, sums.data(), y_added.data(), ld, nullptr) == cudaSuccess);
+    CHECK(cuda_add_down(static_cast<int>(c.n_tokens), neurons.n, down.device, list.device, false, sums.data(), y.data(), ld,
+                        nullptr) == cudaSuccess);
+    CHECK(cuda_add_down(static_cast<int>(c.n_tokens), neurons.n, down.device, list.device, true, sums.data(), y_added.data(), ld,
+                        nullptr) == cudaSuccess);
     const std::vector<float> out = y.read();
     const std::vector<float> out_added = y_added.read();
 
@@ -402,13 +412,16 @@ void test_block(const block_case & c) {
     // Threads in another order: no result may depend on it, nor on what memory held before.
     cuda_shim::reverse_order = true;
     const lists again(c.n_tokens, c.n);
-    CHECK(cuda_select(static_cast<int>(c.n_tokens), neurons, rule, in.device, in_hidden.device, again.device, nullptr) == cudaSuccess);
-    CHECK(cuda_add_down(static_cast<int>(c.n_tokens), neurons.n, down.device, again.device, false, sums.data(), y.data(), ld, nullptr) == cudaSuccess);
+    CHECK(cuda_select(static_cast<int>(c.n_tokens), neurons, rule, in.device, in_hidden.device, again.device, nullptr) ==
+          cudaSuccess);
+    CHECK(cuda_add_down(static_cast<int>(c.n_tokens), neurons.n, down.device, again.device, false, sums.data(), y.data(), ld,
+                        nullptr) == cudaSuccess);
     cuda_shim::reverse_order = false;
     const std::vector<entries> found_again = again.read();
     for (int64_t t = 0; t < c.n_tokens; ++t) {
         CHECK(found[t].ids == found_again[t].ids);
-        CHECK(found[t].values.empty() || std::memcmp(found[t].values.data(), found_again[t].values.data(), found[t].values.size() * sizeof(float)) == 0);
+        CHECK(found[t].values.empty() ||
+              std::memcmp(found[t].values.data(), found_again[t].values.data(), found[t].values.size() * sizeof(float)) == 0);
     }
     const std::vector<float> out_again = y.read();
     CHECK(std::memcmp(out.data(), out_again.data(), out.size() * sizeof(float)) == 0);
@@ -427,7 +440,8 @@ void test_select_values(int64_t n, int64_t n_tokens, int which) {
     }
     const on_device<float> copy(values);
     const lists list(n_tokens, n);
-    CHECK(cuda_select_values(static_cast<int>(n_tokens), static_cast<int>(n), copy.data(), ld, list.device, nullptr) == cudaSuccess);
+    CHECK(cuda_select_values(static_cast<int>(n_tokens), static_cast<int>(n), copy.data(), ld, list.device, nullptr) ==
+          cudaSuccess);
     const std::vector<entries> found = list.read();
     for (int64_t t = 0; t < n_tokens; ++t) {
         size_t at = 0;
@@ -497,7 +511,9 @@ void test_blocks() {
 
 // --- does the shim see what a GPU would get wrong? ---
 
-struct words { int values[64]; };
+struct words {
+    int values[64];
+};
 
 void sync_in_a_branch(int * out) {
     if (threadIdx.x < 32) {
@@ -515,9 +531,7 @@ void sync_in_two_branches(int * out) {
     out[threadIdx.x] = 1;
 }
 
-void shuffle_of_half_a_warp(int * out) {
-    out[threadIdx.x] = threadIdx.x % 2 == 0 ? __shfl_xor_sync(0xffffffffu, 1, 2) : 0;
-}
+void shuffle_of_half_a_warp(int * out) { out[threadIdx.x] = threadIdx.x % 2 == 0 ? __shfl_xor_sync(0xffffffffu, 1, 2) : 0; }
 
 void write_behind_shared(int * out) {
     CUDA_SHARED(words, s);

@@ -19,10 +19,10 @@ namespace powerinfer {
 
 namespace {
 
-constexpr int64_t step_tokens = 16;         // of one launch: bounds the lists and sums
-constexpr size_t stage_bytes = 16u << 20;   // cold rows that one upload brings, about; two are on their way at once
-constexpr size_t part_alignment = 256;      // of each matrix and vector in a block of device memory
-constexpr int n_totals = cuda_n_totals;     // counters in front of y
+constexpr int64_t step_tokens = 16;        // of one launch: bounds the lists and sums
+constexpr size_t stage_bytes = 16u << 20;  // cold rows that one upload brings, about; two are on their way at once
+constexpr size_t part_alignment = 256;     // of each matrix and vector in a block of device memory
+constexpr int n_totals = cuda_n_totals;    // counters in front of y
 
 size_t round_up(size_t value, size_t unit) { return (value + unit - 1) / unit * unit; }
 
@@ -76,8 +76,12 @@ private:
     uint8_t * data_ = nullptr;
 };
 
-struct destroy_stream { void operator()(cudaStream_t stream) const { cudaStreamDestroy(stream); } };
-struct destroy_event { void operator()(cudaEvent_t event) const { cudaEventDestroy(event); } };
+struct destroy_stream {
+    void operator()(cudaStream_t stream) const { cudaStreamDestroy(stream); }
+};
+struct destroy_event {
+    void operator()(cudaEvent_t event) const { cudaEventDestroy(event); }
+};
 using stream_ptr = std::unique_ptr<std::remove_pointer_t<cudaStream_t>, destroy_stream>;
 using event_ptr = std::unique_ptr<std::remove_pointer_t<cudaEvent_t>, destroy_event>;
 
@@ -97,8 +101,11 @@ struct neuron_rows {
 
     neuron_rows() = default;
     explicit neuron_rows(const gpu_layer_shape & shape)
-        : first(stride_of(shape.first_type, shape.n_embd)), second(stride_of(shape.second_type, shape.n_embd)),
-          down(stride_of(shape.down_type, shape.n_embd)), fc2(stride_of(shape.fc2_type, shape.rank)), has_first_bias(shape.has_first_bias),
+        : first(stride_of(shape.first_type, shape.n_embd)),
+          second(stride_of(shape.second_type, shape.n_embd)),
+          down(stride_of(shape.down_type, shape.n_embd)),
+          fc2(stride_of(shape.fc2_type, shape.rank)),
+          has_first_bias(shape.has_first_bias),
           has_second_bias(shape.has_second_bias) {}
 
     size_t bytes() const { return first + second + down + fc2 + sizeof(float) * (1 + has_first_bias + has_second_bias); }
@@ -155,8 +162,11 @@ cuda_matrix matrix_at(const uint8_t * rows, const row_matrix & m, size_t stride)
 }
 
 // n neurons that lie at `base`, of a layer's types.
-cuda_neurons neurons_at(const uint8_t * base, const group_layout & at, const neuron_rows & rows, const ffn_layer & layer, int64_t n) {
-    auto floats = [&](size_t offset, bool is_there) { return is_there ? reinterpret_cast<const float *>(base + offset) : nullptr; };
+cuda_neurons neurons_at(const uint8_t * base, const group_layout & at, const neuron_rows & rows, const ffn_layer & layer,
+                        int64_t n) {
+    auto floats = [&](size_t offset, bool is_there) {
+        return is_there ? reinterpret_cast<const float *>(base + offset) : nullptr;
+    };
     cuda_neurons out;
     out.n = static_cast<int>(n);
     out.first = matrix_at(base + at.first, layer.first, rows.first);
@@ -232,12 +242,14 @@ private:
 
 status cuda_store::open(ggml_backend_dev_t device) {
     if (name_.compare(0, 4, "CUDA") != 0) {
-        return status::error(name_ + ": not a device of ggml's CUDA backend; expected CUDA0, CUDA1, ...; it runs ggml's own operators.");
+        return status::error(name_ +
+                             ": not a device of ggml's CUDA backend; expected CUDA0, CUDA1, ...; it runs ggml's own operators.");
     }
     ggml_backend_dev_props props = {};
     ggml_backend_dev_get_props(device, &props);
     if (props.device_id != nullptr) {
-        const status found = check(cudaDeviceGetByPCIBusId(&device_, props.device_id), name_, std::string("device ") + props.device_id);
+        const status found =
+            check(cudaDeviceGetByPCIBusId(&device_, props.device_id), name_, std::string("device ") + props.device_id);
         if (!found.ok()) {
             return found;
         }
@@ -260,8 +272,11 @@ status cuda_store::check_layer(int i_layer, const gpu_layer_shape & shape) const
     if (!opened_.ok()) {
         return opened_;
     }
-    const std::pair<const char *, int> parts[] = {{shape.second_type >= 0 ? "gate" : "up", shape.first_type}, {"up", shape.second_type},
-                                                  {"down", shape.down_type}, {"predictor", shape.fc1_type}, {"predictor", shape.fc2_type}};
+    const std::pair<const char *, int> parts[] = {{shape.second_type >= 0 ? "gate" : "up", shape.first_type},
+                                                  {"up", shape.second_type},
+                                                  {"down", shape.down_type},
+                                                  {"predictor", shape.fc1_type},
+                                                  {"predictor", shape.fc2_type}};
     for (const auto & [part, type] : parts) {
         const status result = check_type(i_layer, part, type);
         if (!result.ok()) {
@@ -351,7 +366,7 @@ struct scratch_needs {
     int64_t max_tokens = 0;
     int64_t n_embd = 0;
     int64_t rank = 0;
-    int64_t n_neurons = 0;   // of a launch
+    int64_t n_neurons = 0;  // of a launch
     size_t group_bytes = 0;
 
     void add(const gpu_layer_shape & shape) {
@@ -402,24 +417,32 @@ private:
 
 class cuda_executor : public gpu_executor {
 public:
-    cuda_executor(const cuda_store & store, const scratch_needs & needs) : store_(store), max_tokens_(needs.max_tokens), at_(needs) {}
+    cuda_executor(const cuda_store & store, const scratch_needs & needs)
+        : store_(store), max_tokens_(needs.max_tokens), at_(needs) {}
 
     status create();
     status start(int i_layer, const ffn_options & options, int64_t n_tokens, const float * x, int64_t ld_x, const float * r,
                  int64_t ld_r) override;
     status finish(float * y, int64_t ld_y, gpu_result & result) override;
-    status stream(int i_layer, const ffn_layer & cold, const ffn_options & options, int64_t n_tokens, const float * x, int64_t ld_x,
-                  const float * r, int64_t ld_r, float * y, int64_t ld_y, gpu_result & result) override;
-    status multiply(int i_layer, ffn_role role, int64_t n_tokens, const float * x, int64_t ld_x, float * out, int64_t ld_out) override;
+    status stream(int i_layer, const ffn_layer & cold, const ffn_options & options, int64_t n_tokens, const float * x,
+                  int64_t ld_x, const float * r, int64_t ld_r, float * y, int64_t ld_y, gpu_result & result) override;
+    status multiply(int i_layer, ffn_role role, int64_t n_tokens, const float * x, int64_t ld_x, float * out,
+                    int64_t ld_out) override;
     size_t memory_bytes() const override { return at_.bytes; }
 
 private:
-    template <class T> T * scratch(size_t offset) const { return reinterpret_cast<T *>(memory_.data() + offset); }
+    template <class T>
+    T * scratch(size_t offset) const {
+        return reinterpret_cast<T *>(memory_.data() + offset);
+    }
     float * y() const { return scratch<float>(at_.out + n_totals * sizeof(unsigned long long)); }
-    const float * host_y() const { return reinterpret_cast<const float *>(host_out_.data() + n_totals * sizeof(unsigned long long)); }
+    const float * host_y() const {
+        return reinterpret_cast<const float *>(host_out_.data() + n_totals * sizeof(unsigned long long));
+    }
 
     cuda_list list() const;
-    status begin(int i_layer, const ffn_options & options, int64_t n_tokens, const float * x, int64_t ld_x, const float * r, int64_t ld_r);
+    status begin(int i_layer, const ffn_options & options, int64_t n_tokens, const float * x, int64_t ld_x, const float * r,
+                 int64_t ld_r);
     status add_neurons(const cuda_neurons & neurons);
     status bring_group(const ffn_layer & cold, int64_t from, int64_t n, int i_stage);
     status end();
@@ -429,14 +452,14 @@ private:
     const int64_t max_tokens_;
     const scratch_layout at_;
     cuda_memory memory_;
-    cuda_memory host_x_{true};       // x, then the predictor's input where that is another one, without a gap
-    cuda_memory host_out_{true};     // totals, y
+    cuda_memory host_x_{true};    // x, then the predictor's input where that is another one, without a gap
+    cuda_memory host_out_{true};  // totals, y
     cuda_memory host_stages_[2] = {cuda_memory(true), cuda_memory(true)};
     stream_ptr compute_;
-    stream_ptr copy_;                // brings cold rows
+    stream_ptr copy_;  // brings cold rows
     event_ptr done_;
-    event_ptr is_copied_[2];         // a stage's rows are on the device
-    event_ptr is_used_[2];           // a stage's rows are no longer needed there
+    event_ptr is_copied_[2];  // a stage's rows are on the device
+    event_ptr is_used_[2];    // a stage's rows are no longer needed there
     unsigned long long last_totals_[n_totals] = {};
 
     // The block that runs.
@@ -444,7 +467,7 @@ private:
     const device_layer * layer_ = nullptr;
     cuda_rule rule_;
     int64_t n_tokens_ = 0;
-    bool is_begun_ = false;          // y holds a part already
+    bool is_begun_ = false;  // y holds a part already
     bool counts_active_ = false;
     gpu_result result_;
 };
@@ -501,8 +524,8 @@ void copy_rows(int64_t n_tokens, int64_t n, const float * from, int64_t ld, floa
 }
 
 // Brings the inputs, and computes the predictor's hidden values.
-status cuda_executor::begin(int i_layer, const ffn_options & options, int64_t n_tokens, const float * x, int64_t ld_x, const float * r,
-                            int64_t ld_r) {
+status cuda_executor::begin(int i_layer, const ffn_options & options, int64_t n_tokens, const float * x, int64_t ld_x,
+                            const float * r, int64_t ld_r) {
     status result = store_.use();
     if (!result.ok()) {
         return result;
@@ -551,8 +574,10 @@ status cuda_executor::begin(int i_layer, const ffn_options & options, int64_t n_
         const int n_rank = static_cast<int>(layer_->rank);
         float * hidden = scratch<float>(at_.hidden);
         next(cuda_pack(n, input.values, ld, packed, stream), "packing the predictor's input");
-        next(cuda_dot_rows(n, layer_->fc1, n_rank, input, layer_->predictor_relu, hidden, at_.ld_hidden, stream), "starting the predictor");
-        next(cuda_pack(n, hidden, at_.ld_hidden, scratch<cuda_block_x>(at_.packed_hidden), stream), "packing the predictor's values");
+        next(cuda_dot_rows(n, layer_->fc1, n_rank, input, layer_->predictor_relu, hidden, at_.ld_hidden, stream),
+             "starting the predictor");
+        next(cuda_pack(n, hidden, at_.ld_hidden, scratch<cuda_block_x>(at_.packed_hidden), stream),
+             "packing the predictor's values");
         result_.read_bytes += n_tokens * layer_->fc1_bytes;
     }
     if (!rule_.is_predicted || has_r) {
@@ -576,8 +601,8 @@ status cuda_executor::add_neurons(const cuda_neurons & neurons) {
         hidden.ld = at_.ld_hidden;
         result = check(cuda_select(n, neurons, rule_, x, hidden, list(), compute_.get()), where_, "starting gate and up");
         if (result.ok()) {
-            result = check(cuda_add_down(n, neurons.n, neurons.down, list(), is_begun_, scratch<float>(at_.sums), y() + t * at_.ld, at_.ld,
-                                         compute_.get()),
+            result = check(cuda_add_down(n, neurons.n, neurons.down, list(), is_begun_, scratch<float>(at_.sums),
+                                         y() + t * at_.ld, at_.ld, compute_.get()),
                            where_, "starting down");
         }
     }
@@ -593,7 +618,8 @@ status cuda_executor::end() {
     const size_t out_bytes = at_.out_bytes(n_tokens_);
     result_.copied_bytes += out_bytes;
     const status result =
-        check(cudaMemcpyAsync(host_out_.data(), scratch<void>(at_.out), out_bytes, cudaMemcpyDeviceToHost, compute_.get()), where_, "copying the result");
+        check(cudaMemcpyAsync(host_out_.data(), scratch<void>(at_.out), out_bytes, cudaMemcpyDeviceToHost, compute_.get()),
+              where_, "copying the result");
     return result.ok() ? check(cudaEventRecord(done_.get(), compute_.get()), where_, "recording an event") : result;
 }
 
@@ -608,11 +634,12 @@ void cuda_executor::read_totals() {
     result_.n_candidates = counts[0];
     result_.n_used = counts[2];
     result_.n_active = counts_active_ ? counts[3] : 0;
-    result_.read_bytes += counts[0] * layer_->first_row_bytes + counts[1] * layer_->second_row_bytes + counts[2] * layer_->down_row_bytes;
+    result_.read_bytes +=
+        counts[0] * layer_->first_row_bytes + counts[1] * layer_->second_row_bytes + counts[2] * layer_->down_row_bytes;
 }
 
-status cuda_executor::start(int i_layer, const ffn_options & options, int64_t n_tokens, const float * x, int64_t ld_x, const float * r,
-                            int64_t ld_r) {
+status cuda_executor::start(int i_layer, const ffn_options & options, int64_t n_tokens, const float * x, int64_t ld_x,
+                            const float * r, int64_t ld_r) {
     status result = begin(i_layer, options, n_tokens, x, ld_x, r, ld_r);
     if (result.ok()) {
         result = add_neurons(layer_->hot);
@@ -711,7 +738,8 @@ status cuda_executor::stream(int i_layer, const ffn_layer & cold, const ffn_opti
     return {};
 }
 
-status cuda_executor::multiply(int i_layer, ffn_role role, int64_t n_tokens, const float * x, int64_t ld_x, float * out, int64_t ld_out) {
+status cuda_executor::multiply(int i_layer, ffn_role role, int64_t n_tokens, const float * x, int64_t ld_x, float * out,
+                               int64_t ld_out) {
     status result = store_.use();
     if (!result.ok()) {
         return result;
@@ -720,7 +748,9 @@ status cuda_executor::multiply(int i_layer, ffn_role role, int64_t n_tokens, con
     const device_layer & layer = store_.layer(i_layer);
     const cuda_neurons & hot = layer.hot;
     const bool is_down = role == ffn_role::down;
-    const cuda_matrix & matrix = is_down ? hot.down : role == ffn_role::gate || hot.second.rows == nullptr ? hot.first : hot.second;
+    const cuda_matrix & matrix = is_down                                                ? hot.down
+                                 : role == ffn_role::gate || hot.second.rows == nullptr ? hot.first
+                                                                                        : hot.second;
     const int64_t n_in = is_down ? layer.n_hot : layer.n_embd;
     const int64_t n_out = is_down ? layer.n_embd : layer.n_hot;
     const int64_t ld_in = is_down ? layer.n_hot : at_.ld;
@@ -775,12 +805,15 @@ status cuda_store::make_executor(int64_t max_tokens, std::unique_ptr<gpu_executo
 
 }  // namespace
 
-std::unique_ptr<gpu_store> cuda_store_create(ggml_backend_dev_t device) { return std::unique_ptr<gpu_store>(new cuda_store(device)); }
+std::unique_ptr<gpu_store> cuda_store_create(ggml_backend_dev_t device) {
+    return std::unique_ptr<gpu_store>(new cuda_store(device));
+}
 
 size_t cuda_neuron_bytes(const gpu_layer_shape & shape) { return neuron_rows(shape).bytes(); }
 
 size_t cuda_rows_bytes(const gpu_layer_shape & shape) {
-    return group_layout(neuron_rows(shape), shape.n_hot).bytes + shape.rank * neuron_rows::stride_of(shape.fc1_type, shape.n_embd);
+    return group_layout(neuron_rows(shape), shape.n_hot).bytes +
+           shape.rank * neuron_rows::stride_of(shape.fc1_type, shape.n_embd);
 }
 
 size_t cuda_scratch_bytes(const std::vector<gpu_layer_shape> & shapes, int64_t max_tokens) {

@@ -254,7 +254,7 @@ __device__ float warp_dot(const cuda_matrix & m, int i_row, const cuda_input & x
         case row_type_q8_0: sum = dot_blocks<q8_0_rows>(row, m.n, packed, lane); break;
         case row_type_q4_0: sum = dot_blocks<q4_0_rows>(row, m.n, packed, lane); break;
         case row_type_q4_k: sum = dot_blocks<q4_k_rows>(row, m.n, packed, lane); break;
-        default: break;  // the host refused it
+        default:            break;  // the host refused it
     }
     return warp_sum(sum);
 }
@@ -312,7 +312,7 @@ __device__ float activate(cuda_activation activation, float param, float v) {
         case cuda_activation::relu:
         case cuda_activation::drelu:    return v <= param ? 0.0f : v;
         case cuda_activation::relu_sqr: return v <= param ? 0.0f : v * v;
-        case cuda_activation::silu: {
+        case cuda_activation::silu:     {
             const float x = v < -104.0f ? -104.0f : v;
             return x / (1.0f + expf(-x));
         }
@@ -323,7 +323,7 @@ __device__ float activate(cuda_activation activation, float param, float v) {
             const float h = round_to_half(v);
             return round_to_half(0.5f * h * (1.0f + tanhf(0.79788456080286535587989211986876f * h * (1.0f + 0.044715f * h * h))));
         }
-        case cuda_activation::gelu_erf: return 0.5f * v * (1.0f + erff(v * 0.70710678118654752440f));
+        case cuda_activation::gelu_erf:   return 0.5f * v * (1.0f + erff(v * 0.70710678118654752440f));
         case cuda_activation::gelu_quick: {
             const float h = round_to_half(v);
             return round_to_half(h * (1.0f / (1.0f + expf(-1.702f * h))));
@@ -435,7 +435,8 @@ __global__ void select_values_kernel(int n, const float * values, int64_t ld, cu
     const int id = blockIdx.y * cuda_tile_neurons + threadIdx.x;
     const int64_t i_tile = static_cast<int64_t>(t) * gridDim.y + blockIdx.y;
     const float value = id < n ? values[t * ld + id] : 0.0f;
-    const int n_ids = keep_entries(value != 0.0f, id, value, list.ids + i_tile * cuda_tile_neurons, list.values + i_tile * cuda_tile_neurons);
+    const int n_ids =
+        keep_entries(value != 0.0f, id, value, list.ids + i_tile * cuda_tile_neurons, list.values + i_tile * cuda_tile_neurons);
     if (threadIdx.x == 0) {
         list.n_ids[i_tile] = n_ids;
     }
@@ -456,7 +457,9 @@ struct down_memory {
 template <class T>
 struct chunk_of_values {
     static constexpr int n_add = T::n_add;
-    static __device__ void add(const uint8_t * row, int chunk, float scale, float * sums) { add_chunk_values<T>(row, chunk, scale, sums); }
+    static __device__ void add(const uint8_t * row, int chunk, float scale, float * sums) {
+        add_chunk_values<T>(row, chunk, scale, sums);
+    }
 };
 
 // blockIdx: token, columns (32 chunks), split. A warp takes every eighth neuron of the split; the warps' sums are joined in order.
@@ -533,10 +536,12 @@ __global__ void join_kernel(int n, int n_splits, const float * sums, bool accumu
 }
 
 template <class T>
-void launch_add_down(int n_tokens, int n, const cuda_matrix & down, const cuda_list & list, float * sums, int64_t ld, cudaStream_t stream) {
+void launch_add_down(int n_tokens, int n, const cuda_matrix & down, const cuda_list & list, float * sums, int64_t ld,
+                     cudaStream_t stream) {
     const unsigned n_columns = (down.n + 32 * T::n_add - 1) / (32 * T::n_add);
     const dim3 grid(n_tokens, n_columns, cuda_n_splits(n));
-    CUDA_LAUNCH(add_down_kernel<T>, grid, dim3(n_threads), sizeof(down_memory<T::n_add>), stream, down, cuda_n_tiles(n), list, sums, ld);
+    CUDA_LAUNCH(add_down_kernel<T>, grid, dim3(n_threads), sizeof(down_memory<T::n_add>), stream, down, cuda_n_tiles(n), list,
+                sums, ld);
 }
 
 }  // namespace
@@ -561,7 +566,8 @@ cudaError_t cuda_select(int n_tokens, const cuda_neurons & neurons, const cuda_r
     return cudaGetLastError();
 }
 
-cudaError_t cuda_select_values(int n_tokens, int n, const float * values, int64_t ld, const cuda_list & list, cudaStream_t stream) {
+cudaError_t cuda_select_values(int n_tokens, int n, const float * values, int64_t ld, const cuda_list & list,
+                               cudaStream_t stream) {
     CUDA_LAUNCH(select_values_kernel, dim3(n_tokens, cuda_n_tiles(n)), dim3(32), 0, stream, n, values, ld, list);
     return cudaGetLastError();
 }
@@ -575,7 +581,7 @@ cudaError_t cuda_add_down(int n_tokens, int n, const cuda_matrix & down, const c
         case row_type_q8_0: launch_add_down<q8_0_rows>(n_tokens, n, down, list, sums, ld_y, stream); break;
         case row_type_q4_0: launch_add_down<q4_0_rows>(n_tokens, n, down, list, sums, ld_y, stream); break;
         case row_type_q4_k: launch_add_down<q4_k_rows>(n_tokens, n, down, list, sums, ld_y, stream); break;
-        default: return cudaErrorInvalidValue;
+        default:            return cudaErrorInvalidValue;
     }
     const cudaError_t launched = cudaGetLastError();
     if (launched != cudaSuccess) {

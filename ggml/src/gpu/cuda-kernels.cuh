@@ -13,11 +13,11 @@
 
 namespace powerinfer {
 
-constexpr int cuda_tile_neurons = 32;   // neurons of one thread block: one lane of a warp each
-constexpr int cuda_split_neurons = 512; // neurons whose down rows one thread block adds up
-constexpr int cuda_row_bytes_unit = 32; // rows start at multiples of it; zeros follow them up to the next one
-constexpr int cuda_input_unit = 32;     // an input's values, rounded up to it with zeros
-constexpr int cuda_n_totals = 4;        // counters: gate, up and down rows used, values other than 0
+constexpr int cuda_tile_neurons = 32;    // neurons of one thread block: one lane of a warp each
+constexpr int cuda_split_neurons = 512;  // neurons whose down rows one thread block adds up
+constexpr int cuda_row_bytes_unit = 32;  // rows start at multiples of it; zeros follow them up to the next one
+constexpr int cuda_input_unit = 32;      // an input's values, rounded up to it with zeros
+constexpr int cuda_n_totals = 4;         // counters: gate, up and down rows used, values other than 0
 
 // 32 values of an input for quantized rows: x = d * q. As in kernels-scalar.cpp.
 struct alignas(8) cuda_block_x {
@@ -47,7 +47,7 @@ struct cuda_neurons {
     cuda_matrix first;   // gate, or up when ungated
     cuda_matrix second;  // up when gated
     cuda_matrix down;
-    cuda_matrix fc2;     // the predictor's second matrix
+    cuda_matrix fc2;                      // the predictor's second matrix
     const float * first_bias = nullptr;   // (n); nullptr: none
     const float * second_bias = nullptr;  // (n)
     const float * down_norm = nullptr;    // (n)
@@ -69,9 +69,9 @@ struct cuda_rule {
 
 // Active neurons: a token's tiles one behind the other, each with room for cuda_tile_neurons entries.
 struct cuda_list {
-    int32_t * ids = nullptr;     // (n_tokens, n_tiles, cuda_tile_neurons) ascending
-    float * values = nullptr;    // as ids: act(gate) * up
-    int32_t * n_ids = nullptr;   // (n_tokens, n_tiles)
+    int32_t * ids = nullptr;                // (n_tokens, n_tiles, cuda_tile_neurons) ascending
+    float * values = nullptr;               // as ids: act(gate) * up
+    int32_t * n_ids = nullptr;              // (n_tokens, n_tiles)
     unsigned long long * totals = nullptr;  // (cuda_n_totals) every launch of cuda_select adds to them
 };
 
@@ -99,7 +99,8 @@ cudaError_t cuda_select(int n_tokens, const cuda_neurons & neurons, const cuda_r
                         const cuda_input & hidden, const cuda_list & list, cudaStream_t stream);
 
 // list = the neurons whose value isn't 0. values (n_tokens, n), ld apart. totals stay.
-cudaError_t cuda_select_values(int n_tokens, int n, const float * values, int64_t ld, const cuda_list & list, cudaStream_t stream);
+cudaError_t cuda_select_values(int n_tokens, int n, const float * values, int64_t ld, const cuda_list & list,
+                               cudaStream_t stream);
 
 // y[t] = the list's values times down rows; accumulate: y[t] += it. y (n_tokens, ld_y), ld_y a multiple of cuda_input_unit.
 // sums: scratch (n_tokens, cuda_n_splits(n), ld_y).
