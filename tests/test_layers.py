@@ -47,6 +47,9 @@ LEVELS = {
     "ffn-batch.h": 2,
     "ffn-batch.cpp": 2,
     "ffn-tiles.cpp": 2,
+    "gpu/cuda-kernels.cuh": 1,
+    "gpu/cuda-kernels.cu": 1,
+    "gpu/cuda-executor.cu": 2,
     "kernel-bench.h": 2,
     "kernel-bench.cpp": 2,
     "gpu/gpu-devices.h": 2,
@@ -132,7 +135,9 @@ def test_only_the_files_that_load_models_know_llama_h() -> None:
     assert knows == {"model-load.h", "llama-abi.h"}
 
 
-@pytest.mark.parametrize("path", cpp_files(SOURCES / "kernels"), ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "path", [*cpp_files(SOURCES / "kernels"), *(SOURCES / "gpu").glob("cuda-kernels.*")], ids=lambda p: p.name
+)
 def test_kernels_know_neither_ggml_nor_python(path: Path) -> None:
     for include in includes(path):
         assert not re.match(r"ggml|gguf|llama|Python|nanobind|omp", include), f"{path.name} includes {include}"

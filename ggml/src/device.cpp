@@ -88,6 +88,25 @@ std::unique_ptr<gpu_store> own_store_create(ggml_backend_dev_t device) {
     return nullptr;
 }
 
+// Device memory of layers that such a store computes.
+size_t own_rows_bytes(const gpu_layer_shape & shape) {
+#if defined(POWERINFER_CUDA)
+    return cuda_rows_bytes(shape);
+#else
+    (void) shape;
+    return 0;
+#endif
+}
+
+size_t own_scratch_bytes(const std::vector<gpu_layer_shape> & shapes, int64_t max_tokens) {
+#if defined(POWERINFER_CUDA)
+    return cuda_scratch_bytes(shapes, max_tokens);
+#else
+    (void) shapes, (void) max_tokens;
+    return 0;
+#endif
+}
+
 ffn_role role_of(weight_kind kind) {
     switch (kind) {
         case weight_kind::gate:      return ffn_role::gate;
@@ -908,16 +927,22 @@ bool ggml_backend_powerinfer_plan_split_bytes(
         return false;
     }
     for (int i_device = 0; i_device < split->n_devices; ++i_device) {
-        std::vector<gpu_layer_shape> shapes;
+        const ggml_backend_dev_t device = split->devices[i_device];
+        const std::unique_ptr<gpu_store> own = own_store_create(device);
+        std::vector<gpu_layer_shape> own_shapes;
+        std::vector<gpu_layer_shape> shapes;  // of the layers that ggml's operators compute
         row_bytes[i_device] = 0;
         for (int i = 0; i < static_cast<int>(self->data.n_layer); ++i) {
             if (self->data.layers[i].n_ff > 0 && (split->i_device ? split->i_device[i] : 0) == i_device) {
-                shapes.push_back(planned_shape(self->data, i, split->n_hot[i]));
-                shapes.back().streams = stream_tokens_of(split->devices[i_device], shapes.back(), split->stream_tokens) > 0;
-                row_bytes[i_device] += ggml_rows_bytes(split->devices[i_device], shapes.back());
+                gpu_layer_shape shape = planned_shape(self->data, i, split->n_hot[i]);
+                shape.streams = stream_tokens_of(device, shape, split->stream_tokens) > 0;
+                const bool is_own = own != nullptr && own->check_layer(i, shape).ok();
+                row_bytes[i_device] += is_own ? own_rows_bytes(shape) : ggml_rows_bytes(device, shape);
+                (is_own ? own_shapes : shapes).push_back(shape);
             }
         }
-        scratch_bytes[i_device] = shapes.empty() ? 0 : ggml_scratch_bytes(split->devices[i_device], shapes, split->max_tokens);
+        scratch_bytes[i_device] = (shapes.empty() ? 0 : ggml_scratch_bytes(device, shapes, split->max_tokens)) +
+                                  (own_shapes.empty() ? 0 : own_scratch_bytes(own_shapes, split->max_tokens));
     }
     return true;
 }

@@ -98,6 +98,9 @@ size_t ggml_scratch_bytes(ggml_backend_dev_t device, const std::vector<gpu_layer
 #if defined(POWERINFER_CUDA)
 // A CUDA device with our kernels (cuda-executor.cu): rows are kept as they are, inactive neurons are skipped.
 std::unique_ptr<gpu_store> cuda_store_create(ggml_backend_dev_t device);
+size_t cuda_neuron_bytes(const gpu_layer_shape & shape);
+size_t cuda_rows_bytes(const gpu_layer_shape & shape);  // the predictor's first matrix too
+size_t cuda_scratch_bytes(const std::vector<gpu_layer_shape> & shapes, int64_t max_tokens);
 #endif
 
 }  // namespace powerinfer
