@@ -974,8 +974,8 @@ Raises:
     PlanError, OptionError: as set_split.)")
         .def(
             "neuron_bytes",
-            [](plan_object & self, int i_layer) { return ggml_backend_powerinfer_plan_neuron_bytes(self.handle(), i_layer); }, "i_layer"_a,
-            "Device bytes of one hot neuron of a layer; 0: not covered.")
+            [](plan_object & self, int i_layer) { return ggml_backend_powerinfer_plan_neuron_bytes(self.handle(), nullptr, i_layer); }, "i_layer"_a,
+            "Bytes of one hot neuron of a layer on a device that ggml's operators compute on; 0: not covered.")
         .def(
             "device_bytes",
             [](plan_object & self, int i_device) { return ggml_backend_powerinfer_plan_device_bytes(self.handle(), i_device); },

@@ -244,7 +244,7 @@ def test_bytes_of_a_hot_neuron_are_the_devices(row_type: str, arch: str, tmp_pat
     )
     assert handle, error.value
     for i, layer in enumerate(layers):
-        assert layer.neuron_bytes == library.ggml_backend_powerinfer_plan_neuron_bytes(handle, i)
+        assert layer.neuron_bytes == library.ggml_backend_powerinfer_plan_neuron_bytes(handle, None, i)
     library.ggml_backend_powerinfer_plan_free(handle)
 
 

@@ -85,8 +85,9 @@ GGML_POWERINFER_API bool ggml_backend_powerinfer_plan_split_bytes(
     ggml_backend_powerinfer_plan_t plan, const struct ggml_backend_powerinfer_split * split, uint64_t * row_bytes, uint64_t * scratch_bytes,
     char * error, size_t error_size);
 
-// Device bytes of one hot neuron of a layer; 0: not covered.
-GGML_POWERINFER_API uint64_t ggml_backend_powerinfer_plan_neuron_bytes(ggml_backend_powerinfer_plan_t plan, int i_layer);
+// Bytes of one hot neuron of a layer on a device (NULL: any that ggml's operators compute on); 0: not covered.
+GGML_POWERINFER_API uint64_t ggml_backend_powerinfer_plan_neuron_bytes(
+    ggml_backend_powerinfer_plan_t plan, ggml_backend_dev_t device, int i_layer);
 
 // After a model was loaded: false, and one sentence in error, when its weights aren't the plan's (or nothing was claimed).
 GGML_POWERINFER_API bool ggml_backend_powerinfer_plan_check(ggml_backend_powerinfer_plan_t plan, char * error, size_t error_size);

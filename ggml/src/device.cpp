@@ -98,6 +98,15 @@ size_t own_rows_bytes(const gpu_layer_shape & shape) {
 #endif
 }
 
+size_t own_neuron_bytes(const gpu_layer_shape & shape) {
+#if defined(POWERINFER_CUDA)
+    return cuda_neuron_bytes(shape);
+#else
+    (void) shape;
+    return 0;
+#endif
+}
+
 size_t own_scratch_bytes(const std::vector<gpu_layer_shape> & shapes, int64_t max_tokens) {
 #if defined(POWERINFER_CUDA)
     return cuda_scratch_bytes(shapes, max_tokens);
@@ -105,6 +114,22 @@ size_t own_scratch_bytes(const std::vector<gpu_layer_shape> & shapes, int64_t ma
     (void) shapes, (void) max_tokens;
     return 0;
 #endif
+}
+
+// What a device stores of a layer of the plan. The base's biases aren't known yet: they are counted in.
+gpu_layer_shape planned_shape(const plan & data, int i_layer, int64_t n_hot) {
+    const plan_layer & layer = data.layers[i_layer];
+    gpu_layer_shape shape;
+    shape.n_embd = data.n_embd;
+    shape.n_ff = layer.n_ff;
+    shape.n_hot = n_hot;
+    shape.rank = layer.fc1.ne1;
+    shape.fc1_type = layer.fc1.row_type;
+    shape.fc2_type = layer.fc2.row_type;
+    shape.first_type = data.gated ? layer.gate_type : layer.up_type;
+    shape.second_type = data.gated ? layer.up_type : -1;
+    shape.down_type = layer.ffn_down_t.data ? layer.ffn_down_t.row_type : derived_row_type(layer.down_type, data.n_embd);
+    return shape;
 }
 
 ffn_role role_of(weight_kind kind) {
@@ -355,6 +380,11 @@ weight_ref weight_of(const ggml_tensor * tensor) {
 ffn_store * store_of(const ggml_tensor * tensor) {
     const weight_ref weight = weight_of(tensor);
     return is_ffn_weight(weight.kind) ? buffer_of(tensor->buffer)->stores[weight.i_layer].get() : nullptr;
+}
+
+bool uses_own_kernels(const plan & data, ggml_backend_dev_t device, int i_layer) {
+    const std::unique_ptr<gpu_store> own = device != nullptr ? own_store_create(device) : nullptr;
+    return own != nullptr && own->check_layer(i_layer, planned_shape(data, i_layer, 1)).ok();
 }
 
 const hybrid_layer * hybrid_of(const ggml_tensor * tensor) {
@@ -852,22 +882,6 @@ ggml_backend_buffer_type_t ggml_backend_powerinfer_plan_buffer_type(ggml_backend
 
 namespace {
 
-// What a device stores of a layer of the plan. The base's biases aren't known yet: they are counted in.
-gpu_layer_shape planned_shape(const plan & data, int i_layer, int64_t n_hot) {
-    const plan_layer & layer = data.layers[i_layer];
-    gpu_layer_shape shape;
-    shape.n_embd = data.n_embd;
-    shape.n_ff = layer.n_ff;
-    shape.n_hot = n_hot;
-    shape.rank = layer.fc1.ne1;
-    shape.fc1_type = layer.fc1.row_type;
-    shape.fc2_type = layer.fc2.row_type;
-    shape.first_type = data.gated ? layer.gate_type : layer.up_type;
-    shape.second_type = data.gated ? layer.up_type : -1;
-    shape.down_type = layer.ffn_down_t.data ? layer.ffn_down_t.row_type : derived_row_type(layer.down_type, data.n_embd);
-    return shape;
-}
-
 status check_split(const opened_plan & self, const ggml_backend_powerinfer_split & split) {
     const std::string where = self.data.path.empty() ? self.data.base_path : self.data.path;
     if (split.n_devices < 1 || split.n_devices > 16 || split.max_tokens < 1) {
@@ -947,9 +961,13 @@ bool ggml_backend_powerinfer_plan_split_bytes(
     return true;
 }
 
-uint64_t ggml_backend_powerinfer_plan_neuron_bytes(ggml_backend_powerinfer_plan_t handle, int i_layer) {
+uint64_t ggml_backend_powerinfer_plan_neuron_bytes(ggml_backend_powerinfer_plan_t handle, ggml_backend_dev_t device, int i_layer) {
     const plan & data = unwrap(handle)->data;
-    return i_layer >= 0 && i_layer < data.n_layer && data.layers[i_layer].n_ff > 0 ? ggml_neuron_bytes(planned_shape(data, i_layer, 1)) : 0;
+    if (i_layer < 0 || i_layer >= data.n_layer || data.layers[i_layer].n_ff == 0) {
+        return 0;
+    }
+    const gpu_layer_shape shape = planned_shape(data, i_layer, 1);
+    return uses_own_kernels(data, device, i_layer) ? own_neuron_bytes(shape) : ggml_neuron_bytes(shape);
 }
 
 uint64_t ggml_backend_powerinfer_plan_device_bytes(ggml_backend_powerinfer_plan_t handle, int i_device) {

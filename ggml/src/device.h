@@ -111,6 +111,9 @@ opened_plan * plan_of(const ggml_tensor * tensor);  // nullptr when the tensor i
 weight_ref weight_of(const ggml_tensor * tensor);
 ffn_store * store_of(const ggml_tensor * tensor);   // the repacked weights of the tensor's layer, or nullptr
 
+// Does the device compute the layer with our kernels, which skip inactive hot neurons?
+bool uses_own_kernels(const plan & data, ggml_backend_dev_t device, int i_layer);
+
 const hybrid_layer * hybrid_of(const ggml_tensor * tensor);  // the layer's split, or nullptr
 
 bool is_plan_buffer_type(ggml_backend_buffer_type_t buffer_type);

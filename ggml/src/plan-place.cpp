@@ -31,7 +31,7 @@ row_seconds seconds_at(double bytes_s, const plan & data, const plan_layer & lay
     return rows;
 }
 
-placement_layer problem_layer(const plan & data, int i_layer, ffn_mode mode, uint64_t neuron_bytes, int32_t i_device) {
+placement_layer problem_layer(const plan & data, int i_layer, ffn_mode mode, uint64_t neuron_bytes, bool reads_all, int32_t i_device) {
     const plan_layer & layer = data.layers[i_layer];
     placement_layer out;
     if (layer.n_ff == 0) {
@@ -49,7 +49,7 @@ placement_layer problem_layer(const plan & data, int i_layer, ffn_mode mode, uin
         candidate_ratio = layer.predictor_density > 0.0f && mean > 0.0 ? layer.predictor_density / mean : 1.0;
     }
     out.cpu = placement_neuron_cost(seconds_at(cpu_bytes_s, data, layer), candidate_ratio, mode == ffn_mode::dense);
-    out.gpu = placement_neuron_cost(seconds_at(gpu_bytes_s, data, layer), candidate_ratio, true);
+    out.gpu = placement_neuron_cost(seconds_at(gpu_bytes_s, data, layer), candidate_ratio, reads_all || mode == ffn_mode::dense);
     out.min_hot = placement_min_hot(out);
     return out;
 }
@@ -73,8 +73,9 @@ status plan_place(ggml_backend_powerinfer_plan_t handle, const place_request & r
         {
             std::lock_guard<std::mutex> lock(self->mutex);
             for (int i = 0; i < n_layer; ++i) {
-                problem.layers.push_back(problem_layer(data, i, self->layers[i].mode, ggml_backend_powerinfer_plan_neuron_bytes(handle, i),
-                                                       request.i_device[i]));
+                const ggml_backend_dev_t device = request.devices[request.i_device[i]];
+                problem.layers.push_back(problem_layer(data, i, self->layers[i].mode, ggml_backend_powerinfer_plan_neuron_bytes(handle, device, i),
+                                                       !uses_own_kernels(data, device, i), request.i_device[i]));
             }
         }
         placement_result placed;

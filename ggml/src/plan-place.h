@@ -12,6 +12,7 @@
 namespace powerinfer {
 
 struct place_request {
+    std::vector<ggml_backend_dev_t> devices;
     std::vector<int32_t> i_device;         // (n_layer) device of each layer's hot neurons
     std::vector<uint64_t> capacity_bytes;  // (n_devices) for rows of hot neurons
     bool reset_index = false;              // a saved placement isn't used

@@ -337,9 +337,10 @@ status place_neurons(ggml_backend_powerinfer_plan_t plan, const float * tensor_s
     std::vector<uint64_t> layer_bytes(out.n_layer);
     for (int i = 0; i < out.n_layer; ++i) {
         n_ff[i] = layer_n_ff(plan, i);
-        neuron_bytes[i] = ggml_backend_powerinfer_plan_neuron_bytes(plan, i);
+        neuron_bytes[i] = ggml_backend_powerinfer_plan_neuron_bytes(plan, out.devices.front(), i);
         layer_bytes[i] = uint64_t(n_ff[i]) * neuron_bytes[i];
     }
+    request.devices = out.devices;
     request.reset_index = asked.reset_index;
     out.i_device = layer_devices(out, out.tensor_split.empty() ? tensor_split : out.tensor_split.data(), layer_bytes);
     request.i_device = out.i_device;
