@@ -182,9 +182,9 @@ void test_split(const layer_case & c, ggml_backend_dev_t device, int64_t n_hot, 
         !is_ok(store->make_executor(max_tokens, gpu))) {
         return;
     }
-    CHECK(store->memory_bytes() == cuda_rows_bytes(shape));
-    CHECK(store->memory_bytes() >= n_hot * cuda_neuron_bytes(shape));
-    CHECK(gpu->memory_bytes() == cuda_scratch_bytes({shape}, max_tokens));
+    CHECK(store->memory_bytes() == store->rows_bytes(shape));
+    CHECK(store->memory_bytes() >= n_hot * store->neuron_bytes(shape));
+    CHECK(gpu->memory_bytes() == store->scratch_bytes({shape}, max_tokens));
     const uint64_t neuron_bytes = b.layer.first.row_bytes + (c.gated ? b.layer.second.row_bytes : 0) + b.layer.down.row_bytes;
     ffn_workspace workspace;
     for (const int64_t n_tokens : batches) {

@@ -43,7 +43,7 @@ struct split_block {
         const ffn_layer & whole = b.store->layer();
         CHECK(store->check_layer(0, gpu_layer_shape(whole, n_hot, streams)).ok());
         CHECK(store->add_layer(0, whole, gpu_layer_shape(whole, n_hot, streams), kernels).ok());
-        CHECK(store->memory_bytes() == ggml_rows_bytes(fake(), gpu_layer_shape(whole, n_hot, streams)));
+        CHECK(store->memory_bytes() == store->rows_bytes(gpu_layer_shape(whole, n_hot, streams)));
         layer.reset(new hybrid_layer(0, whole, n_hot, store.get(), streams ? stream_tokens : 0));
         CHECK(store->make_executor(max_tokens, gpu).ok());
     }

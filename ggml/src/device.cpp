@@ -76,44 +76,25 @@ void buffer_free(ggml_backend_buffer_t buffer) {
 
 void * buffer_base(ggml_backend_buffer_t buffer) { return buffer_of(buffer)->memory.data(); }
 
-// A store with our own kernels; nullptr where there are none for the device.
-std::unique_ptr<gpu_store> own_store_create(ggml_backend_dev_t device) {
+// Empty stores for a device: with our own kernels first, where there are any for it.
+std::vector<std::unique_ptr<gpu_store>> stores_of(ggml_backend_dev_t device) {
+    std::vector<std::unique_ptr<gpu_store>> stores;
 #if defined(POWERINFER_CUDA)
-    if (std::strcmp(ggml_backend_reg_name(ggml_backend_dev_backend_reg(device)), "CUDA") == 0) {
-        return cuda_store_create(device);
+    if (device != nullptr && std::strcmp(ggml_backend_reg_name(ggml_backend_dev_backend_reg(device)), "CUDA") == 0) {
+        stores.push_back(cuda_store_create(device));
     }
-#else
-    (void) device;
 #endif
-    return nullptr;
+    stores.push_back(ggml_store_create(device));
+    return stores;
 }
 
-// Device memory of layers that such a store computes.
-size_t own_rows_bytes(const gpu_layer_shape & shape) {
-#if defined(POWERINFER_CUDA)
-    return cuda_rows_bytes(shape);
-#else
-    (void) shape;
-    return 0;
-#endif
-}
-
-size_t own_neuron_bytes(const gpu_layer_shape & shape) {
-#if defined(POWERINFER_CUDA)
-    return cuda_neuron_bytes(shape);
-#else
-    (void) shape;
-    return 0;
-#endif
-}
-
-size_t own_scratch_bytes(const std::vector<gpu_layer_shape> & shapes, int64_t max_tokens) {
-#if defined(POWERINFER_CUDA)
-    return cuda_scratch_bytes(shapes, max_tokens);
-#else
-    (void) shapes, (void) max_tokens;
-    return 0;
-#endif
+// The first store that can compute the layer; the last one when none can.
+size_t store_index(const std::vector<std::unique_ptr<gpu_store>> & stores, int i_layer, const gpu_layer_shape & shape) {
+    size_t i = 0;
+    while (i + 1 < stores.size() && !stores[i]->check_layer(i_layer, shape).ok()) {
+        ++i;
+    }
+    return i;
 }
 
 // What a device stores of a layer of the plan. The base's biases aren't known yet: they are counted in.
@@ -208,24 +189,31 @@ void split_layer(plan_buffer & buffer, int i_layer) {
     const int i_device = split.i_device[i_layer];
     const ggml_backend_dev_t device = split.devices[i_device];
     const int64_t wanted = stream_tokens_of(device, gpu_layer_shape(layer, n_hot, true), split.stream_tokens);
-    status refusal;
+    if (buffer.gpu_stores[i_device].empty()) {
+        buffer.gpu_stores[i_device] = stores_of(device);
+    }
+    const auto fall_back = [&](const status & refusal, const char * what) {
+        if (owner->options.strict) {
+            owner->fail(refusal.text());
+        } else {
+            owner->note(refusal.text() + what);
+        }
+        return !owner->options.strict;
+    };
     for (const int64_t stream_tokens : {wanted, int64_t(0)}) {
         if (n_hot == 0 && stream_tokens == 0) {
             return;
         }
+        status refusal;
         const gpu_layer_shape shape(layer, n_hot, stream_tokens > 0);
-        for (const bool own_kernels : {true, false}) {
-            std::unique_ptr<gpu_store> & gpu = buffer.gpu_stores[2 * i_device + (own_kernels ? 0 : 1)];
-            if (gpu == nullptr) {
-                gpu = own_kernels ? own_store_create(device) : ggml_store_create(device);
-            }
-            if (gpu == nullptr) {
-                continue;  // our kernels aren't for this device
-            }
+        for (const std::unique_ptr<gpu_store> & gpu : buffer.gpu_stores[i_device]) {
             const status checked = gpu->check_layer(i_layer, shape);
             if (!checked.ok()) {
                 refusal = checked;
                 continue;
+            }
+            if (!refusal.ok() && !fall_back(refusal, " ggml's own operators compute the layer there.")) {
+                return;
             }
             const status added = gpu->add_layer(i_layer, layer, shape, owner->kernels);
             if (!added.ok()) {
@@ -238,12 +226,10 @@ void split_layer(plan_buffer & buffer, int i_layer) {
             }
             return;
         }
-        // A refusal leaves the layer to the CPU, or its prompts to both processors.
-        if (owner->options.strict) {
-            owner->fail(refusal.text());
+        if (!fall_back(refusal, stream_tokens > 0 ? " Its cold rows stay on the CPU for prompts too." : " The layer stays on the CPU.") ||
+            stream_tokens == 0) {
             return;
         }
-        owner->note(refusal.text() + (stream_tokens > 0 ? " Its cold rows stay on the CPU for prompts too." : " The layer stays on the CPU."));
     }
 }
 
@@ -304,7 +290,7 @@ ggml_backend_buffer_t buffer_type_alloc(ggml_backend_buffer_type_t buffer_type, 
     std::unique_ptr<plan_buffer> self(new plan_buffer());
     self->owner = owner;
     self->stores.resize(owner->data.layers.size());
-    self->gpu_stores.resize(2 * owner->split.devices.size());
+    self->gpu_stores.resize(owner->split.devices.size());
     self->hybrids.resize(owner->data.layers.size());
     // Address space for every tensor; pages are used by plain tensors only, repacked weights live in their stores.
     const status result = huge_block::allocate(size + row_tail_bytes, false, self->memory);
@@ -383,8 +369,8 @@ ffn_store * store_of(const ggml_tensor * tensor) {
 }
 
 bool uses_own_kernels(const plan & data, ggml_backend_dev_t device, int i_layer) {
-    const std::unique_ptr<gpu_store> own = device != nullptr ? own_store_create(device) : nullptr;
-    return own != nullptr && own->check_layer(i_layer, planned_shape(data, i_layer, 1)).ok();
+    const std::vector<std::unique_ptr<gpu_store>> stores = stores_of(device);
+    return store_index(stores, i_layer, planned_shape(data, i_layer, 1)) + 1 < stores.size();
 }
 
 const hybrid_layer * hybrid_of(const ggml_tensor * tensor) {
@@ -942,21 +928,21 @@ bool ggml_backend_powerinfer_plan_split_bytes(
     }
     for (int i_device = 0; i_device < split->n_devices; ++i_device) {
         const ggml_backend_dev_t device = split->devices[i_device];
-        const std::unique_ptr<gpu_store> own = own_store_create(device);
-        std::vector<gpu_layer_shape> own_shapes;
-        std::vector<gpu_layer_shape> shapes;  // of the layers that ggml's operators compute
-        row_bytes[i_device] = 0;
+        const std::vector<std::unique_ptr<gpu_store>> stores = stores_of(device);
+        std::vector<std::vector<gpu_layer_shape>> shapes(stores.size());
+        row_bytes[i_device] = scratch_bytes[i_device] = 0;
         for (int i = 0; i < static_cast<int>(self->data.n_layer); ++i) {
             if (self->data.layers[i].n_ff > 0 && (split->i_device ? split->i_device[i] : 0) == i_device) {
                 gpu_layer_shape shape = planned_shape(self->data, i, split->n_hot[i]);
                 shape.streams = stream_tokens_of(device, shape, split->stream_tokens) > 0;
-                const bool is_own = own != nullptr && own->check_layer(i, shape).ok();
-                row_bytes[i_device] += is_own ? own_rows_bytes(shape) : ggml_rows_bytes(device, shape);
-                (is_own ? own_shapes : shapes).push_back(shape);
+                const size_t i_store = store_index(stores, i, shape);
+                row_bytes[i_device] += stores[i_store]->rows_bytes(shape);
+                shapes[i_store].push_back(shape);
             }
         }
-        scratch_bytes[i_device] = (shapes.empty() ? 0 : ggml_scratch_bytes(device, shapes, split->max_tokens)) +
-                                  (own_shapes.empty() ? 0 : own_scratch_bytes(own_shapes, split->max_tokens));
+        for (size_t i = 0; i < stores.size(); ++i) {
+            scratch_bytes[i_device] += shapes[i].empty() ? 0 : stores[i]->scratch_bytes(shapes[i], split->max_tokens);
+        }
     }
     return true;
 }
@@ -967,7 +953,8 @@ uint64_t ggml_backend_powerinfer_plan_neuron_bytes(ggml_backend_powerinfer_plan_
         return 0;
     }
     const gpu_layer_shape shape = planned_shape(data, i_layer, 1);
-    return uses_own_kernels(data, device, i_layer) ? own_neuron_bytes(shape) : ggml_neuron_bytes(shape);
+    const std::vector<std::unique_ptr<gpu_store>> stores = stores_of(device);
+    return stores[store_index(stores, i_layer, shape)]->neuron_bytes(shape);
 }
 
 uint64_t ggml_backend_powerinfer_plan_device_bytes(ggml_backend_powerinfer_plan_t handle, int i_device) {
@@ -976,8 +963,10 @@ uint64_t ggml_backend_powerinfer_plan_device_bytes(ggml_backend_powerinfer_plan_
     uint64_t bytes = 0;
     for (const void * item : self->buffers) {
         const auto & stores = static_cast<const plan_buffer *>(item)->gpu_stores;
-        for (int i = 2 * i_device; i_device >= 0 && i < std::min<int>(2 * i_device + 2, static_cast<int>(stores.size())); ++i) {
-            bytes += stores[i] ? stores[i]->memory_bytes() : 0;
+        if (i_device >= 0 && i_device < static_cast<int>(stores.size())) {
+            for (const auto & store : stores[i_device]) {
+                bytes += store->memory_bytes();
+            }
         }
     }
     return bytes;

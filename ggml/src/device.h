@@ -101,8 +101,8 @@ struct plan_buffer {
     opened_plan * owner;
     huge_block memory;
     std::vector<std::unique_ptr<ffn_store>> stores;  // (n_layer), null for layers without a tensor here
-    std::vector<std::unique_ptr<gpu_store>> gpu_stores;      // two per device of the split: with our kernels, with ggml's
-    std::vector<std::unique_ptr<hybrid_layer>> hybrids;      // (n_layer), null for layers that are on the CPU alone
+    std::vector<std::vector<std::unique_ptr<gpu_store>>> gpu_stores;  // per device of the split; made with its first layer
+    std::vector<std::unique_ptr<hybrid_layer>> hybrids;  // (n_layer), null for layers that are on the CPU alone
     std::deque<weight_ref> weights;  // what the buffer's tensors are; their `extra` points here
     int n_down_loras = 0;
 };

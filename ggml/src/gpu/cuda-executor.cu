@@ -219,6 +219,9 @@ public:
     explicit cuda_store(ggml_backend_dev_t device) : name_(ggml_backend_dev_name(device)) { opened_ = open(device); }
 
     status check_layer(int i_layer, const gpu_layer_shape & shape) const override;
+    size_t neuron_bytes(const gpu_layer_shape & shape) const override;
+    size_t rows_bytes(const gpu_layer_shape & shape) const override;
+    size_t scratch_bytes(const std::vector<gpu_layer_shape> & shapes, int64_t max_tokens) const override;
     status add_layer(int i_layer, const ffn_layer & layer, const gpu_layer_shape & shape, const kernel_table * kernels) override;
     size_t memory_bytes() const override { return memory_bytes_; }
     status make_executor(int64_t max_tokens, std::unique_ptr<gpu_executor> & out) override;
@@ -809,14 +812,15 @@ std::unique_ptr<gpu_store> cuda_store_create(ggml_backend_dev_t device) {
     return std::unique_ptr<gpu_store>(new cuda_store(device));
 }
 
-size_t cuda_neuron_bytes(const gpu_layer_shape & shape) { return neuron_rows(shape).bytes(); }
+size_t cuda_store::neuron_bytes(const gpu_layer_shape & shape) const { return neuron_rows(shape).bytes(); }
 
-size_t cuda_rows_bytes(const gpu_layer_shape & shape) {
+// The predictor's first matrix too.
+size_t cuda_store::rows_bytes(const gpu_layer_shape & shape) const {
     return group_layout(neuron_rows(shape), shape.n_hot).bytes +
            shape.rank * neuron_rows::stride_of(shape.fc1_type, shape.n_embd);
 }
 
-size_t cuda_scratch_bytes(const std::vector<gpu_layer_shape> & shapes, int64_t max_tokens) {
+size_t cuda_store::scratch_bytes(const std::vector<gpu_layer_shape> & shapes, int64_t max_tokens) const {
     scratch_needs needs;
     needs.max_tokens = max_tokens;
     for (const gpu_layer_shape & shape : shapes) {

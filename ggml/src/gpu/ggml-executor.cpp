@@ -224,6 +224,9 @@ public:
     explicit ggml_store(ggml_backend_dev_t device) : device_(device) {}
 
     status check_layer(int i_layer, const gpu_layer_shape & shape) const override;
+    size_t neuron_bytes(const gpu_layer_shape & shape) const override;
+    size_t rows_bytes(const gpu_layer_shape & shape) const override;
+    size_t scratch_bytes(const std::vector<gpu_layer_shape> & shapes, int64_t max_tokens) const override;
     status add_layer(int i_layer, const ffn_layer & layer, const gpu_layer_shape & shape, const kernel_table * kernels) override;
     size_t memory_bytes() const override { return memory_bytes_; }
     status make_executor(int64_t max_tokens, std::unique_ptr<gpu_executor> & out) override;
@@ -514,7 +517,7 @@ status ggml_executor::create() {
     for (const auto & [i_layer, layer] : store_.layers()) {
         shapes.push_back(layer.shape);
     }
-    const size_t size = ggml_scratch_bytes(device, shapes, max_tokens_);
+    const size_t size = store_.scratch_bytes(shapes, max_tokens_);
     scratch_.reset(ggml_backend_buft_alloc_buffer(ggml_backend_dev_buffer_type(device), size));
     if (scratch_ == nullptr) {
         return status::error(std::string(ggml_backend_dev_name(device)) + ": " + std::to_string(size) +
@@ -887,7 +890,7 @@ gpu_layer_shape::gpu_layer_shape(const ffn_layer & layer, int64_t n_hot, bool st
       fc1_type(layer.fc1.row_type), fc2_type(layer.fc2.row_type), has_first_bias(!layer.first_bias.empty()),
       has_second_bias(!layer.second_bias.empty()), streams(streams) {}
 
-size_t ggml_neuron_bytes(const gpu_layer_shape & shape) {
+size_t ggml_store::neuron_bytes(const gpu_layer_shape & shape) const {
     size_t bytes = sizeof(float) * (1 + shape.has_first_bias + shape.has_second_bias);
     for (const int type : {shape.first_type, shape.second_type}) {
         bytes += type >= 0 ? ggml_row_size(type_of(type), shape.n_embd) : 0;
@@ -897,20 +900,20 @@ size_t ggml_neuron_bytes(const gpu_layer_shape & shape) {
     return bytes + shape.n_embd * ggml_type_size(down) / ggml_blck_size(down);
 }
 
-size_t ggml_rows_bytes(ggml_backend_dev_t device, const gpu_layer_shape & shape) {
+size_t ggml_store::rows_bytes(const gpu_layer_shape & shape) const {
     if (shape.n_hot == 0) {
         return 0;
     }
     ggml_context_ptr ctx = make_context();
     make_hot_tensors(ctx.get(), shape);
-    return ggml_backend_alloc_ctx_tensors_from_buft_size(ctx.get(), ggml_backend_dev_buffer_type(device));
+    return ggml_backend_alloc_ctx_tensors_from_buft_size(ctx.get(), ggml_backend_dev_buffer_type(device_));
 }
 
 // The largest graph of a call: inputs and output, then the hot part's values or a group's rows and values.
-size_t ggml_scratch_bytes(ggml_backend_dev_t device, const std::vector<gpu_layer_shape> & shapes, int64_t max_tokens) {
+size_t ggml_store::scratch_bytes(const std::vector<gpu_layer_shape> & shapes, int64_t max_tokens) const {
     size_t bytes = 0;
     for (const gpu_layer_shape & shape : shapes) {
-        const ggml_type staged_down = staged_down_type(device, shape);
+        const ggml_type staged_down = staged_down_type(device_, shape);
         const size_t token_bytes = max_tokens * sizeof(float);  // of one value for every token
         const size_t hot = 4 * padded_neurons(shape.n_hot) * std::min(max_tokens, part_tokens) * sizeof(float) + shape.n_embd * token_bytes;
         const int64_t n = std::min(group_neurons(shape, staged_down, max_tokens), round_up(shape.n_ff, 64));

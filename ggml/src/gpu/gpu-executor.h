@@ -53,6 +53,11 @@ public:
     // Can this device compute the layer? An error that names what it can't.
     virtual status check_layer(int i_layer, const gpu_layer_shape & shape) const = 0;
 
+    // Device memory: of one hot neuron, of a layer's hot rows, and of an executor's scratch for all layers of the device.
+    virtual size_t neuron_bytes(const gpu_layer_shape & shape) const = 0;
+    virtual size_t rows_bytes(const gpu_layer_shape & shape) const = 0;
+    virtual size_t scratch_bytes(const std::vector<gpu_layer_shape> & shapes, int64_t max_tokens) const = 0;
+
     // Uploads a layer's positions 0 .. n_hot - 1, once, while the model loads. The host rows may go afterwards.
     virtual status add_layer(int i_layer, const ffn_layer & layer, const gpu_layer_shape & shape, const kernel_table * kernels) = 0;
 
@@ -91,16 +96,10 @@ public:
 // Any ggml device of type GPU (ggml-executor.cpp). Hot gate and up rows are kept as they are, down is kept transposed: floats
 // as they are, quantized rows as Q8_0 along the neurons. Every hot neuron is computed.
 std::unique_ptr<gpu_store> ggml_store_create(ggml_backend_dev_t device);
-size_t ggml_neuron_bytes(const gpu_layer_shape & shape);  // of one hot neuron on a device
-size_t ggml_rows_bytes(ggml_backend_dev_t device, const gpu_layer_shape & shape);  // of all hot neurons
-size_t ggml_scratch_bytes(ggml_backend_dev_t device, const std::vector<gpu_layer_shape> & shapes, int64_t max_tokens);
 
 #if defined(POWERINFER_CUDA)
 // A CUDA device with our kernels (cuda-executor.cu): rows are kept as they are, inactive neurons are skipped.
 std::unique_ptr<gpu_store> cuda_store_create(ggml_backend_dev_t device);
-size_t cuda_neuron_bytes(const gpu_layer_shape & shape);
-size_t cuda_rows_bytes(const gpu_layer_shape & shape);  // the predictor's first matrix too
-size_t cuda_scratch_bytes(const std::vector<gpu_layer_shape> & shapes, int64_t max_tokens);
 #endif
 
 }  // namespace powerinfer
