@@ -799,6 +799,7 @@ status ggml_executor::stream(int i_layer, const ffn_layer & cold, const ffn_opti
     }
     if (predicted) {
         if (fc1 != layer.hot.fc1) {
+            GGML_ASSERT(cold.fc1.stride_bytes == cold.fc1.row_bytes);
             put(fc1, cold.fc1.rows, cold.fc1.row_bytes * cold.fc1.n_rows);
         }
         error = run(predictor);
