@@ -26,6 +26,7 @@ namespace {
 
 constexpr int64_t part_tokens = 128;               // tokens that the hot part computes at once: bounds its scratch memory
 constexpr size_t stage_bytes = 32u << 20;          // cold rows that one upload brings, about
+constexpr size_t group_floats_bytes = 64u << 20;   // down rows of such a group as floats
 constexpr size_t group_values_bytes = 16u << 20;   // one value per neuron of such a group and token
 constexpr int64_t multiply_neurons = 256;         // down rows that `multiply` transposes at once
 constexpr int64_t column_slab = 256;               // columns of down that are transposed at once
@@ -172,6 +173,11 @@ ggml_tensor * transposed_floats(ggml_context * ctx, ggml_tensor * rows) {
     return ggml_cast(ctx, ggml_transpose(ctx, ggml_cast(ctx, rows, GGML_TYPE_F32)), GGML_TYPE_F16);
 }
 
+// Bytes that it makes of one row.
+size_t transposed_row_bytes(ggml_type type, int64_t n_embd) {
+    return n_embd * (ggml_is_quantized(type) ? sizeof(float) + sizeof(ggml_fp16_t) : ggml_type_size(type));
+}
+
 struct device_layer {
     gpu_layer_shape shape;
     bool gated = true;
@@ -229,8 +235,9 @@ size_t staged_neuron_bytes(const gpu_layer_shape & shape, ggml_type staged_down)
 // Neurons of a group of cold rows.
 int64_t group_neurons(const gpu_layer_shape & shape, ggml_type staged_down, int64_t n_tokens) {
     const int64_t by_stage = stage_bytes / staged_neuron_bytes(shape, staged_down);
+    const int64_t by_floats = group_floats_bytes / transposed_row_bytes(staged_down, shape.n_embd);
     const int64_t by_values = group_values_bytes / (n_tokens * sizeof(float));
-    return std::max<int64_t>(64, std::min(by_stage, by_values) / 64 * 64);
+    return std::max<int64_t>(64, std::min({by_stage, by_floats, by_values}) / 64 * 64);
 }
 
 class ggml_store : public gpu_row_store {
@@ -984,13 +991,13 @@ size_t ggml_store::scratch_bytes(const std::vector<gpu_layer_shape> & shapes, in
     size_t bytes = 0;
     for (const gpu_layer_shape & shape : shapes) {
         const int64_t n_hot = padded_neurons(shape.n_hot);
-        const size_t floats_bytes = 2 * shape.n_embd * sizeof(float);  // of a down row: converted, and transposed
+        const ggml_type staged_down = staged_down_type(device_, shape);
+        const size_t floats_bytes = transposed_row_bytes(staged_down, shape.n_embd);
         const size_t kept = 3 * shape.n_embd * token_bytes;
         const size_t hot = keeps_rows_ ? 0 : 4 * n_hot * part_bytes + shape.n_embd * token_bytes;
         const size_t multiply = (shape.n_embd + n_hot) * part_bytes + std::min(multiply_neurons, n_hot) * floats_bytes;
         bytes = std::max(bytes, keeps_rows_ ? multiply : kept + hot);
         if (shape.streams) {
-            const ggml_type staged_down = staged_down_type(device_, shape);
             const int64_t n = std::min(group_neurons(shape, staged_down, max_tokens), round_up(shape.n_ff, 64));
             const size_t rows = n * (staged_neuron_bytes(shape, staged_down) + floats_bytes + 3 * sizeof(float));
             const size_t group = rows + 5 * n * token_bytes + shape.n_embd * token_bytes;
