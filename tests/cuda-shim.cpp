@@ -271,15 +271,8 @@ void run_kernel(dim3 grid, dim3 block, size_t shared_bytes, const std::function<
 
 // --- streams ---
 
-struct operation {
-    std::function<void()> run;
-    cudaEvent_t event = nullptr;  // waited for, when nothing is run; recorded otherwise
-    uint64_t version = 0;
-};
-
 struct stream {
-    int index = 0;
-    std::deque<operation> queue;
+    std::deque<std::function<void()>> queue;
 };
 
 }  // namespace cuda_shim
@@ -299,61 +292,32 @@ std::vector<stream *> & streams() {
     return instance;
 }
 
-bool is_eager(const stream & s) { return (eager_streams >> s.index % 32 & 1) != 0; }
-
-void complete(cudaEvent_t event, uint64_t version);
-
-// Runs the next operation; false when there is none, or it waits for an event and `force` is off.
-bool step(stream & s, bool force) {
+// Runs the next operation; false when there is none.
+bool step(stream & s) {
     if (s.queue.empty()) {
         return false;
     }
-    if (!s.queue.front().run && s.queue.front().event->completed < s.queue.front().version) {
-        if (!force) {
-            return false;
-        }
-        complete(s.queue.front().event, s.queue.front().version);
-    }
-    const operation next = std::move(s.queue.front());
+    const std::function<void()> next = std::move(s.queue.front());
     s.queue.pop_front();
-    if (next.run) {
-        next.run();
-    }
+    next();
     return true;
-}
-
-void complete(cudaEvent_t event, uint64_t version) {
-    while (event->completed < version) {
-        if (event->stream == nullptr || !step(*event->stream, true)) {
-            fail("an event is waited for that nothing completes");
-        }
-    }
-}
-
-void run_eager() {
-    for (bool moved = true; moved;) {
-        moved = false;
-        for (stream * s : streams()) {
-            while (is_eager(*s) && step(*s, false)) {
-                moved = true;
-            }
-        }
-    }
-}
-
-void enqueue(stream * s, operation next) {
-    if (s == nullptr) {
-        next.run();
-        return;
-    }
-    s->queue.push_back(std::move(next));
-    run_eager();
 }
 
 void run_all() {
     for (stream * s : streams()) {
-        while (step(*s, true)) {
+        while (step(*s)) {
         }
+    }
+}
+
+void enqueue(stream * s, std::function<void()> next) {
+    if (s == nullptr) {
+        next();
+        return;
+    }
+    s->queue.push_back(std::move(next));
+    if (eager_streams) {
+        run_all();
     }
 }
 
@@ -379,7 +343,7 @@ cudaError_t release(void * p) {
 }  // namespace
 
 void launch(dim3 grid, dim3 block, size_t shared_bytes, stream * s, std::function<void()> kernel) {
-    enqueue(s, {[=] { run_kernel(grid, block, shared_bytes, kernel); }});
+    enqueue(s, [=] { run_kernel(grid, block, shared_bytes, kernel); });
 }
 
 }  // namespace cuda_shim
@@ -431,13 +395,12 @@ cudaError_t cudaMemcpy(void * to, const void * from, size_t size_bytes, cudaMemc
 }
 
 cudaError_t cudaMemcpyAsync(void * to, const void * from, size_t size_bytes, cudaMemcpyKind, cudaStream_t stream) {
-    enqueue(stream, {[=] { std::memcpy(to, from, size_bytes); }});
+    enqueue(stream, [=] { std::memcpy(to, from, size_bytes); });
     return cudaSuccess;
 }
 
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t * stream, unsigned) {
     *stream = new cuda_shim::stream;
-    (*stream)->index = n_streams++;
     streams().push_back(*stream);
     return cudaSuccess;
 }
@@ -455,20 +418,6 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
     return cudaSuccess;
 }
 
-cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
-    while (stream != nullptr && step(*stream, true)) {
-    }
-    return waited();
-}
-
-cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
-    operation next;
-    next.event = event;
-    next.version = event->recorded;
-    enqueue(stream, next);
-    return cudaSuccess;
-}
-
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t * event, unsigned) {
     *event = new cuda_shim_event;
     return cudaSuccess;
@@ -483,12 +432,16 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
     event->stream = stream;
     const uint64_t version = ++event->recorded;
-    enqueue(stream, {[=] { event->completed = version; }});
+    enqueue(stream, [=] { event->completed = version; });
     return cudaSuccess;
 }
 
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
-    complete(event, event->recorded);
+    while (event->completed < event->recorded) {
+        if (!step(*event->stream)) {
+            fail("an event is waited for that nothing completes");
+        }
+    }
     return waited();
 }
 

@@ -13,8 +13,7 @@
 namespace cuda_shim {
 
 inline bool reverse_order = false;    // threads of a block run last to first between their meeting points
-inline unsigned eager_streams = ~0u;  // bit i: the i-th stream made since then runs at once; else when something waits for it
-inline int n_streams = 0;             // made so far; a test may set it to 0
+inline bool eager_streams = true;     // what is queued runs at once; else when something waits for it
 inline size_t memory_left_bytes = SIZE_MAX;  // what cudaMalloc still gives
 inline int n_allocations = 0;                // alive
 inline int broken = 0;                       // a cudaError_t that every wait returns from now on
@@ -154,8 +153,6 @@ cudaError_t cudaMemcpy(void * to, const void * from, size_t size_bytes, cudaMemc
 cudaError_t cudaMemcpyAsync(void * to, const void * from, size_t size_bytes, cudaMemcpyKind kind, cudaStream_t stream);
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t * stream, unsigned flags);
 cudaError_t cudaStreamDestroy(cudaStream_t stream);
-cudaError_t cudaStreamSynchronize(cudaStream_t stream);
-cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags = 0);
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t * event, unsigned flags);
 cudaError_t cudaEventDestroy(cudaEvent_t event);
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream);

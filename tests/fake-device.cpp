@@ -24,6 +24,7 @@ struct device_state {
     uint64_t delay_us = 0;
     int64_t offload_tokens = 0;
     std::string refused_type;
+    std::string refused_cast;
     fake_device_stats stats = {};
     std::vector<fake_device_interval> intervals;
     ggml_backend_device device = {};
@@ -186,9 +187,9 @@ ggml_backend_buffer_type_t device_buffer_type(ggml_backend_dev_t device) { retur
 
 bool device_supports_op(ggml_backend_dev_t device, const ggml_tensor * op) {
     device_state * self = state_of(device);
-    if (op->op == GGML_OP_MUL_MAT) {
+    if (op->op == GGML_OP_MUL_MAT || op->op == GGML_OP_CPY) {
         std::lock_guard<std::mutex> lock(self->mutex);
-        if (self->refused_type == ggml_type_name(op->src[0]->type)) {
+        if ((op->op == GGML_OP_CPY ? self->refused_cast : self->refused_type) == ggml_type_name(op->src[0]->type)) {
             return false;
         }
     }
@@ -216,7 +217,9 @@ void * reg_proc_address(ggml_backend_reg_t, const char *) { return nullptr; }
 
 void device_fill(int i_device, ggml_backend_reg_t reg) {
     device_state * self = state_of(i_device);
-    self->name = "FAKE" + std::to_string(i_device);
+    if (self->name.empty()) {
+        self->name = "FAKE" + std::to_string(i_device);
+    }
 
     ggml_backend_device & device = self->device;
     device.iface.get_name = device_name;
@@ -269,6 +272,8 @@ bool fake_device_register(int n_devices) {
     return true;
 }
 
+void fake_device_set_name(int i_device, const char * name) { state_of(i_device)->name = name; }
+
 void fake_device_set_memory(int i_device, uint64_t limit_bytes) {
     device_state * self = state_of(i_device);
     std::lock_guard<std::mutex> lock(self->mutex);
@@ -285,6 +290,12 @@ void fake_device_refuse_type(int i_device, const char * type_name) {
     device_state * self = state_of(i_device);
     std::lock_guard<std::mutex> lock(self->mutex);
     self->refused_type = type_name ? type_name : "";
+}
+
+void fake_device_refuse_cast(int i_device, const char * type_name) {
+    device_state * self = state_of(i_device);
+    std::lock_guard<std::mutex> lock(self->mutex);
+    self->refused_cast = type_name ? type_name : "";
 }
 
 void fake_device_set_offload(int i_device, int64_t n_tokens) {

@@ -23,6 +23,9 @@ struct fake_device_interval {
     double end_s;
 };
 
+// The device's name instead of FAKE<i_device>; before registration.
+FAKE_DEVICE_API void fake_device_set_name(int i_device, const char * name);
+
 // Registers FAKE0 .. FAKE<n_devices - 1>, n_devices 1 or 2. false: registered before, or another count.
 FAKE_DEVICE_API bool fake_device_register(int n_devices);
 
@@ -34,6 +37,9 @@ FAKE_DEVICE_API void fake_device_set_delay(int i_device, uint64_t delay_us);
 
 // supports_op refuses MUL_MAT with weights of this type ("q4_0"); NULL, the default: as the CPU device does.
 FAKE_DEVICE_API void fake_device_refuse_type(int i_device, const char * type_name);
+
+// supports_op refuses to convert values of this type; NULL, the default: as the CPU device does.
+FAKE_DEVICE_API void fake_device_refuse_cast(int i_device, const char * type_name);
 
 // As CUDA does from 32 tokens on: matrix products of at least n_tokens whose weights are in host memory are computed here
 // all the same, on a copy made each time (op_offload). 0, the default: never.

@@ -1,14 +1,17 @@
 // The CUDA executor against ffn_forward: hot part, streamed blocks, single matrices, any split, errors. Built twice, as
-// test-cuda-kernels: on the CPU streams run early or late, as the test asks, so that a missing wait shows.
+// test-cuda-kernels: on the CPU the fake GPU is ggml's side of the device, and our stream runs early or late, as the test asks.
 #include "check.h"
 #include "ffn.h"
 #include "ggml-abi.h"
 #include "gpu/gpu-executor.h"
 
-#ifndef POWERINFER_CUDA_SHIM
+#ifdef POWERINFER_CUDA_SHIM
+#include "fake-device.h"
+#else
 #include <cuda_runtime.h>
 #endif
 
+#include "ggml-backend.h"
 #include "ggml.h"
 
 #include <algorithm>
@@ -27,6 +30,19 @@ namespace {
 constexpr double tolerance = 5e-5;
 // A gelu value may round to the neighbouring F16; 96 of them meet weights of size 0.1.
 constexpr double gelu_tolerance = 2e-3;
+
+// Error of the sum of squares, of what ggml's operators computed. They round x to the weights' type, quantized down rows to F16,
+// on CUDA F32 to TF32.
+constexpr double f32_nmse = 1e-9;
+constexpr double rounded_nmse = 1e-3;
+// By summation order a value may fall on the other side of a threshold (seen: a product of 0.0200000003), by rounding a few.
+constexpr double f32_threshold_nmse = 1e-4;
+constexpr double rounded_threshold_nmse = 2e-2;
+#ifdef POWERINFER_CUDA_SHIM
+constexpr bool rounds_f32 = false;
+#else
+constexpr bool rounds_f32 = true;
+#endif
 
 std::mt19937 & rng() {
     static std::mt19937 instance(5);
@@ -58,13 +74,13 @@ struct built {
     std::vector<int32_t> order;
     ffn_layer layer;
 
-    void add(row_matrix & m, int type, int64_t n_rows, int64_t n, float scale) {
+    void add(row_matrix & m, int type, int64_t n_rows, int64_t n, float scale, size_t gap_bytes = 6) {
         const std::vector<float> values = random_values(n_rows * n, scale);
         m.n = n;
         m.n_rows = n_rows;
         m.row_type = type;
         m.row_bytes = row_size_bytes(type, n);
-        m.stride_bytes = m.row_bytes + 6;  // rows need no gap, nor alignment
+        m.stride_bytes = m.row_bytes + gap_bytes;  // none is needed, nor alignment
         m.kernels = kernel_table_find(&kernels_scalar, type);
         blocks.emplace_back(m.stride_bytes * n_rows + row_tail_bytes);
         for (int64_t i = 0; i < n_rows; ++i) {
@@ -91,7 +107,7 @@ struct built {
         }
         add(layer.down, c.type, c.n_ff, c.n_embd, 1.0f / std::sqrt(static_cast<float>(c.n_ff)));
         if (c.rank > 0) {
-            add(layer.fc1, c.type, c.rank, c.n_embd, scale);
+            add(layer.fc1, c.type, c.rank, c.n_embd, scale, 0);  // goes to the device as one piece
             add(layer.fc2, c.type == GGML_TYPE_Q4_K ? GGML_TYPE_Q8_0 : c.type, c.n_ff, c.rank, 1.0f);
             layer.predictor_relu = true;
             layer.predictor_threshold = 0.3f;
@@ -158,6 +174,27 @@ void compare(const std::vector<float> & expected, const std::vector<float> & y, 
     for (size_t i = 0; i < expected.size(); ++i) {
         CHECK_NEAR(y[i], expected[i], limit);
     }
+}
+
+// Squared error relative to the expected squares.
+void compare_nmse(const std::vector<float> & expected, const std::vector<float> & y, double limit) {
+    double error = 0.0;
+    double size = 0.0;
+    for (size_t i = 0; i < expected.size(); ++i) {
+        error += (y[i] - expected[i]) * static_cast<double>(y[i] - expected[i]);
+        size += expected[i] * static_cast<double>(expected[i]);
+    }
+    if (!CHECK(error <= limit * size)) {
+        std::fprintf(stderr, "error %.3g of %.3g\n", error, size);
+    }
+}
+
+double nmse_limit(const layer_case & c, ffn_mode mode) {
+    const bool has_threshold = mode == ffn_mode::threshold || mode == ffn_mode::predicted;
+    if (c.type == GGML_TYPE_F32 && !rounds_f32 && c.activation != ffn_activation::gelu) {
+        return has_threshold ? f32_threshold_nmse : f32_nmse;
+    }
+    return has_threshold ? rounded_threshold_nmse : rounded_nmse;
 }
 
 // Token by token: batches of quantized rows don't quantize x on the CPU.
@@ -237,10 +274,8 @@ void test_split(const layer_case & c, ggml_backend_dev_t device, int64_t n_hot, 
             for (int64_t t = 0; t < n_tokens && c.biases; ++t) {
                 kernels_scalar.add(c.n_embd, b.layer.down_bias.data(), &y[t * ld]);
             }
-            compare(expected, y, limit);
-            CHECK(streamed.n_candidates == whole.n_candidates);
-            CHECK(streamed.n_used == whole.n_active);
-            CHECK(streamed.n_active == 0);  // not asked for
+            compare_nmse(expected, y, nmse_limit(c, mode));
+            CHECK(streamed.n_candidates == static_cast<uint64_t>(n_tokens * c.n_ff));
             CHECK(streamed.copied_bytes >= cold.n_ff * neuron_bytes);
         }
     }
@@ -269,7 +304,7 @@ void test_multiply(const layer_case & c, ggml_backend_dev_t device, int64_t n_to
         }
         std::vector<float> y(n_tokens * n_hot);
         is_ok(gpu->multiply(0, role, n_tokens, x.data(), c.n_embd, y.data(), n_hot));
-        compare(expected, y, tolerance);
+        compare_nmse(expected, y, nmse_limit(c, ffn_mode::dense));
     }
     std::vector<float> values = random_values(n_tokens * n_hot, 1.0f);
     values[1] = 0.0f;
@@ -281,7 +316,7 @@ void test_multiply(const layer_case & c, ggml_backend_dev_t device, int64_t n_to
     }
     std::vector<float> y(n_tokens * c.n_embd);
     is_ok(gpu->multiply(0, ffn_role::down, n_tokens, values.data(), n_hot, y.data(), c.n_embd));
-    compare(expected, y, tolerance);
+    compare_nmse(expected, y, nmse_limit(c, ffn_mode::dense));
 }
 
 bool has(const status & result, const char * text) { return !result.ok() && result.text().find(text) != std::string::npos; }
@@ -295,6 +330,12 @@ void test_errors(ggml_backend_dev_t device) {
               "CUDA0: layer 3: gate rows are q5_0; the CUDA kernels read"));
     CHECK(has(store->add_layer(3, slow.layer, gpu_layer_shape(slow.layer, 8, true), &kernels_scalar), "gate rows are q5_0"));
     CHECK(store->memory_bytes() == 0);
+    c.type = GGML_TYPE_F16;
+    c.n_embd = 68;
+    const built uneven(c);
+    CHECK(has(store->check_layer(3, gpu_layer_shape(uneven.layer, 8, true)),
+              "CUDA0: layer 3: gate rows have 68 values; the CUDA kernels read multiples of 8"));
+    c.n_embd = 64;
 
     named_device other("Vulkan0", nullptr);
     std::unique_ptr<gpu_store> wrong = cuda_store_create(&other.device);
@@ -309,18 +350,20 @@ void test_errors(ggml_backend_dev_t device) {
     CHECK(has(cuda_store_create(&elsewhere.device)->check_layer(0, gpu_layer_shape(slow.layer, 8, true)),
               "CUDA0: device 0000:ff:00.0: invalid argument"));
 
-    c.type = GGML_TYPE_F16;
     const built b(c);
-    cuda_shim::memory_left_bytes = 1000;
-    CHECK(has(store->add_layer(3, b.layer, gpu_layer_shape(b.layer, 8, true), &kernels_scalar),
-              "CUDA0: layer 3: 1 MiB of GPU memory: out of memory; expected that much free memory; give a smaller"));
-    cuda_shim::memory_left_bytes = SIZE_MAX;
+    fake_device_set_memory(0, 1000);
+    CHECK(has(store->add_layer(3, b.layer, gpu_layer_shape(b.layer, 8, true), &kernels_scalar), "CUDA0: layer 3: "));
+    fake_device_set_memory(0, 200 << 20);
     is_ok(store->add_layer(3, b.layer, gpu_layer_shape(b.layer, 8, true), &kernels_scalar));
     std::unique_ptr<gpu_executor> gpu;
     cuda_shim::memory_left_bytes = 1000;
     CHECK(has(store->make_executor(4, gpu), "CUDA0: scratch: "));
     CHECK(gpu == nullptr);
     cuda_shim::memory_left_bytes = SIZE_MAX;
+    fake_device_set_memory(0, 20000);  // the rows are there already
+    CHECK(has(store->make_executor(4, gpu), "bytes of scratch memory could not be allocated"));
+    CHECK(gpu == nullptr);
+    fake_device_set_memory(0, 200 << 20);
     is_ok(store->make_executor(4, gpu));
     const std::vector<float> x = random_values(c.n_embd, 1.0f);
     std::vector<float> y(c.n_embd);
@@ -342,11 +385,17 @@ int main() {
         return 77;
     }
 #ifdef POWERINFER_CUDA_SHIM
-    named_device first("CUDA0", "0000:01:00.0");
+    fake_device_set_name(0, "CUDA0");
+    fake_device_set_memory(0, 200 << 20);
+    fake_device_register(1);
 #else
-    named_device first("CUDA0", nullptr);
+    ggml_backend_load_all();
 #endif
-    ggml_backend_dev_t device = &first.device;
+    ggml_backend_dev_t device = ggml_backend_dev_by_name("CUDA0");
+    if (device == nullptr) {
+        std::fprintf(stderr, "ggml has no CUDA device\n");
+        return 77;
+    }
     const std::vector<ffn_mode> all_modes = {ffn_mode::dense, ffn_mode::exact, ffn_mode::threshold};
     test_errors(device);
 
@@ -363,7 +412,7 @@ int main() {
                 c.gated = gated;
                 c.biases = biases;
                 c.is_mapped = biases;
-                c.n_embd = 68;
+                c.n_embd = 72;
                 c.n_ff = 97;
                 test_split(c, device, 40, {1, 3},
                            activation == ffn_activation::gelu ? std::vector<ffn_mode>{ffn_mode::dense} : all_modes);
@@ -385,20 +434,21 @@ int main() {
     c.gated = false;
     test_multiply(c, device, 2);
 
-    // Several groups of cold rows, their copies and kernels in every order that the waits allow.
+    // Our stream runs at once, or when something waits for it. Hot neurons are more than one launch of down joins.
     c = {};
-    c.n_embd = 4096;
-    c.n_ff = 1700;  // 48 KiB each: groups of 320
+    c.n_ff = 1700;
 #ifdef POWERINFER_CUDA_SHIM
-    for (const unsigned eager : {3u, 2u, 1u, 0u}) {
-        cuda_shim::n_streams = 0;
+    for (const bool eager : {true, false}) {
         cuda_shim::eager_streams = eager;
-        test_split(c, device, 33, {1}, {ffn_mode::exact});
+        test_split(c, device, 1100, {1, 3}, {ffn_mode::exact});
     }
-    cuda_shim::eager_streams = ~0u;
+    cuda_shim::eager_streams = true;
     CHECK(cuda_shim::n_allocations == 0);
+    fake_device_stats stats;
+    fake_device_get_stats(0, &stats);
+    CHECK(stats.used_bytes == 0);
 #else
-    test_split(c, device, 33, {1, 40}, {ffn_mode::exact});
+    test_split(c, device, 1100, {1, 40}, {ffn_mode::exact});
 #endif
     return check_result();
 }

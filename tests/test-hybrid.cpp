@@ -25,26 +25,31 @@ constexpr int64_t stream_tokens = 32;
 
 ggml_backend_dev_t fake() { return ggml_backend_dev_by_name("FAKE0"); }
 
+std::unique_ptr<gpu_store> make_store(bool keeps_rows) {
+    return keeps_rows ? ggml_row_store_create(fake()) : ggml_store_create(fake());
+}
+
 // A split block and the same block whole on the CPU.
 struct split_block {
     built b;
     std::unique_ptr<gpu_store> store;
     std::unique_ptr<hybrid_layer> layer;
     std::unique_ptr<gpu_executor> gpu;
+    bool keeps_rows;  // every batch is streamed then
 
-    split_block(const shape & s, int64_t n_hot, bool streams, const kernel_table * kernels) {
+    split_block(const shape & s, int64_t n_hot, bool streams, const kernel_table * kernels, bool keeps_rows = false) : keeps_rows(keeps_rows) {
         build(s, kernels, b);
         split(n_hot, streams, kernels);
     }
 
     void split(int64_t n_hot, bool streams, const kernel_table * kernels) {
         gpu.reset();
-        store = ggml_store_create(fake());
+        store = make_store(keeps_rows);
         const ffn_layer & whole = b.store->layer();
         CHECK(store->check_layer(0, gpu_layer_shape(whole, n_hot, streams)).ok());
         CHECK(store->add_layer(0, whole, gpu_layer_shape(whole, n_hot, streams), kernels).ok());
         CHECK(store->memory_bytes() == store->rows_bytes(gpu_layer_shape(whole, n_hot, streams)));
-        layer.reset(new hybrid_layer(0, whole, n_hot, store.get(), streams ? stream_tokens : 0));
+        layer.reset(new hybrid_layer(0, whole, n_hot, store.get(), keeps_rows ? 1 : streams ? stream_tokens : 0));
         CHECK(store->make_executor(max_tokens, gpu).ok());
     }
 
@@ -69,10 +74,13 @@ void compare_nmse(const std::vector<float> & expected, const std::vector<float> 
     }
 }
 
-void test_splits(const shape & s, const kernel_table * kernels) {
+void test_splits(const shape & s, const kernel_table * kernels, bool keeps_rows = false) {
     const bool exact_type = s.type == GGML_TYPE_F32;
     for (const bool streams : {false, true}) {
-        split_block block(s, 0, streams, kernels);
+        if (keeps_rows && !streams) {
+            continue;
+        }
+        split_block block(s, 0, streams, kernels, keeps_rows);
         for (const int64_t n_hot : {int64_t(0), int64_t(1), int64_t(64), s.n_ff / 2 + 1, s.n_ff - 1, s.n_ff}) {
             block.split(n_hot, streams, kernels);
             for (const int64_t n_tokens : {1, 3, 40, 110}) {
@@ -106,7 +114,7 @@ void test_splits(const shape & s, const kernel_table * kernels) {
                     compare_nmse(expected, y, exact_type && !thresholds ? f32_nmse : rounded_nmse);
                     CHECK(result.n_tokens == static_cast<uint64_t>(n_tokens));
                     CHECK(result.dense_bytes > 0 && result.read_bytes > 0);
-                    const bool streamed = streams && n_tokens >= stream_tokens;
+                    const bool streamed = keeps_rows || (streams && n_tokens >= stream_tokens);
                     CHECK(times.gpu_neurons >= static_cast<uint64_t>(n_tokens * n_hot));
                     if (!streamed) {
                         CHECK(times.gpu_neurons == static_cast<uint64_t>(n_tokens * n_hot));
@@ -119,7 +127,7 @@ void test_splits(const shape & s, const kernel_table * kernels) {
 }
 
 // In batches the device decides as the CPU does: only candidates count, whatever else is in the batch.
-void test_predicted_stream(const kernel_table * kernels, bool mlp, bool own_r) {
+void test_predicted_stream(const kernel_table * kernels, bool mlp, bool own_r, int64_t n_hot) {
     shape s;
     s.n_ff = 200;
     split_block block(s, 0, true, kernels);
@@ -143,9 +151,11 @@ void test_predicted_stream(const kernel_table * kernels, bool mlp, bool own_r) {
     with.predictor_threshold = 0.05f;
     for (const int64_t n_tokens : {33, 100}) {
         block.gpu.reset();
-        block.store = ggml_store_create(fake());
-        CHECK(block.store->add_layer(0, with, gpu_layer_shape(with, 0, true), kernels).ok());
-        block.layer.reset(new hybrid_layer(0, with, 0, block.store.get(), stream_tokens));
+        block.store = make_store(n_hot > 0);  // where all hot neurons are candidates unless rows are kept
+        CHECK(block.store->add_layer(0, with, gpu_layer_shape(with, n_hot, true), kernels).ok());
+        CHECK(block.store->memory_bytes() == block.store->rows_bytes(gpu_layer_shape(with, n_hot, true)));
+        CHECK(block.store->memory_bytes() >= n_hot * block.store->neuron_bytes(gpu_layer_shape(with, n_hot, true)));
+        block.layer.reset(new hybrid_layer(0, with, n_hot, block.store.get(), n_hot > 0 ? 1 : stream_tokens));
         CHECK(block.store->make_executor(max_tokens, block.gpu).ok());
         const std::vector<float> x = random_values(n_tokens * s.n_embd, 1.0f);
         const std::vector<float> r = random_values(n_tokens * s.n_embd, 1.0f);
@@ -167,10 +177,11 @@ void test_predicted_stream(const kernel_table * kernels, bool mlp, bool own_r) {
 }
 
 // gate, up and down alone, hot and cold rows together.
-void test_matmul(const kernel_table * kernels, bool shuffled) {
+void test_matmul(const kernel_table * kernels, bool shuffled, bool streams, bool keeps_rows) {
     shape s;
     s.shuffled = shuffled;
-    split_block block(s, 37, true, kernels);
+    s.n_ff = 700;
+    split_block block(s, 555, streams, kernels, keeps_rows);
     const int64_t n_tokens = 130;
     const ffn_layer & whole = block.b.store->layer();
     ffn_workspace workspace;
@@ -191,6 +202,33 @@ void test_matmul(const kernel_table * kernels, bool shuffled) {
             CHECK_NEAR(y[i], expected[i], f32_tolerance);
         }
     }
+}
+
+// More kept rows than a group: the executor is made for so many tokens that their values limit it.
+void test_several_groups(const kernel_table * kernels) {
+    shape s;
+    s.n_ff = 700;
+    split_block block(s, 600, true, kernels, true);
+    fake_device_set_memory(0, 200 << 20);
+    CHECK(block.store->make_executor(16384, block.gpu).ok());
+    const int64_t n_tokens = 3;
+    const std::vector<float> x = random_values(n_tokens * s.n_embd, 1.0f);
+    std::vector<float> expected(x.size());
+    std::vector<float> y(x.size());
+    ffn_options options;
+    options.activation = ffn_activation::relu;
+    ffn_workspace workspace;
+    ffn_result result;
+    hybrid_times times;
+    ffn_forward(block.b.store->layer(), options, kernels, 2, n_tokens, x.data(), s.n_embd, expected.data(), s.n_embd, workspace, result);
+    fake_device_reset_stats(0);
+    CHECK(block.forward(options, kernels, n_tokens, x.data(), y.data(), result, times).ok());
+    fake_device_stats stats;
+    fake_device_get_stats(0, &stats);
+    CHECK(stats.n_graphs == 3 + 1);  // 256, 256 and 96 that are hot with the padding, the cold ones
+    compare_nmse(expected, y, f32_nmse);
+    block.gpu.reset();
+    fake_device_set_memory(0, 100 << 20);
 }
 
 // The rows of hot neurons are no longer needed here, and what they took is given back.
@@ -273,6 +311,12 @@ void test_unsupported_type(const kernel_table * kernels) {
     const status refused = ggml_store_create(fake())->check_layer(0, gpu_layer_shape(b.store->layer(), 64, true));
     CHECK(!refused.ok() && refused.text().find("q4_0") != std::string::npos);
     fake_device_refuse_type(0, nullptr);
+    fake_device_refuse_cast(0, "q8_0");  // what down is derived as
+    const gpu_layer_shape kept(b.store->layer(), 64, false);
+    CHECK(ggml_store_create(fake())->check_layer(0, kept).ok());
+    const status no_floats = ggml_row_store_create(fake())->check_layer(0, kept);
+    CHECK(!no_floats.ok() && no_floats.text().find("FAKE0: layer 0: down rows are q8_0; expected a type that the device converts") == 0);
+    fake_device_refuse_cast(0, nullptr);
 }
 
 }  // namespace
@@ -291,6 +335,7 @@ int main() {
             s.n_ff = 100;
             s.activation = activation;
             test_splits(s, kernels);
+            test_splits(s, kernels, true);
         }
     }
     shape fat;
@@ -302,15 +347,28 @@ int main() {
         s.n_embd = 256;
         s.n_ff = 512;
         test_splits(s, kernels);
+        test_splits(s, kernels, true);
     }
+    // Cold down rows come as F16 where the device can't convert them.
+    shape staged;
+    staged.type = GGML_TYPE_Q4_0;
+    fake_device_refuse_cast(0, "q8_0");
+    test_splits(staged, kernels);
+    fake_device_refuse_cast(0, nullptr);
     shape unordered;
     unordered.shuffled = false;
     test_splits(unordered, kernels);
     for (const bool flag : {false, true}) {
-        test_predicted_stream(kernels, flag, false);
-        test_predicted_stream(kernels, flag, true);
-        test_matmul(kernels, flag);
+        for (const int64_t n_hot : {0, 70}) {
+            test_predicted_stream(kernels, flag, false, n_hot);
+            test_predicted_stream(kernels, flag, true, n_hot);
+        }
+        for (const bool keeps_rows : {false, true}) {
+            test_matmul(kernels, flag, true, keeps_rows);
+            test_matmul(kernels, flag, false, keeps_rows);
+        }
     }
+    test_several_groups(kernels);
     test_release(kernels);
     test_overlap(kernels);
     test_out_of_memory(kernels);

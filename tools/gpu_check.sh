@@ -143,7 +143,7 @@ check() {
         for percent in 25 50 75 100; do
             mib=$(($(stat -c %s "$model") * percent / 100 / 1048576))
             step 120 "$type, $percent % of the model: stock layer offload and hybrid in $mib MiB" "$python" -m powerinfer_py.cli bench "$model" \
-                --modes stock,auto --vram-budget "${mib}MiB" -r 2 -p 64 -n 32 --allow-noise --json "$folder/$type-$percent.json" || true
+                --modes stock,auto --vram-budget "${mib}MiB" -r 2 -p 512 -n 32 --allow-noise --json "$folder/$type-$percent.json" || true
         done
         if [[ -z $keep ]]; then
             rm -f "$folder/7b-$type".*

@@ -221,7 +221,7 @@ struct q4_k_rows {
 template <class T>
 __device__ float dot_values(const uint8_t * row, int n, const float * x, int lane) {
     float sum = 0.0f;
-    const int n_chunks = (n + T::n_dot - 1) / T::n_dot;
+    const int n_chunks = n / T::n_dot;
 #pragma unroll 4
     for (int chunk = lane; chunk < n_chunks; chunk += 32) {
         sum += dot_chunk_values<T>(row, chunk, x);
@@ -429,19 +429,6 @@ __global__ void select_kernel(cuda_neurons neurons, cuda_rule rule, cuda_input x
     }
 }
 
-// One warp per tile.
-__global__ void select_values_kernel(int n, const float * values, int64_t ld, cuda_list list) {
-    const int t = blockIdx.x;
-    const int id = blockIdx.y * cuda_tile_neurons + threadIdx.x;
-    const int64_t i_tile = static_cast<int64_t>(t) * gridDim.y + blockIdx.y;
-    const float value = id < n ? values[t * ld + id] : 0.0f;
-    const int n_ids =
-        keep_entries(value != 0.0f, id, value, list.ids + i_tile * cuda_tile_neurons, list.values + i_tile * cuda_tile_neurons);
-    if (threadIdx.x == 0) {
-        list.n_ids[i_tile] = n_ids;
-    }
-}
-
 // --- down ---
 
 constexpr int split_tiles = cuda_split_neurons / cuda_tile_neurons;
@@ -464,7 +451,7 @@ struct chunk_of_values {
 
 // blockIdx: token, columns (32 chunks), split. A warp takes every eighth neuron of the split; the warps' sums are joined in order.
 template <class T>
-__global__ void add_down_kernel(cuda_matrix down, int n_tiles, cuda_list list, float * sums, int64_t ld_sums) {
+__global__ void sum_down_kernel(cuda_matrix down, int n_tiles, cuda_list list, float * sums, int64_t ld_sums) {
     CUDA_SHARED(down_memory<T::n_add>, s);
     const int t = blockIdx.x;
     const int lane = threadIdx.x % 32;
@@ -494,7 +481,7 @@ __global__ void add_down_kernel(cuda_matrix down, int n_tiles, cuda_list list, f
     }
     __syncthreads();
 
-    const int n_chunks = (down.n + T::n_add - 1) / T::n_add;
+    const int n_chunks = down.n / T::n_add;
     const int chunk = blockIdx.y * 32 + lane;
     float own[T::n_add] = {};
     if (chunk < n_chunks) {
@@ -522,13 +509,13 @@ __global__ void add_down_kernel(cuda_matrix down, int n_tiles, cuda_list list, f
 }
 
 // y[t][j] = the splits' sums, in order.
-__global__ void join_kernel(int n, int n_splits, const float * sums, bool accumulate, float * y, int64_t ld) {
+__global__ void join_kernel(int n, int n_splits, const float * sums, float * y, int64_t ld) {
     const int t = blockIdx.x;
     const int j = blockIdx.y * n_threads + threadIdx.x;
     if (j >= n) {
         return;
     }
-    float sum = accumulate ? y[t * ld + j] : 0.0f;
+    float sum = 0.0f;
     for (int i = 0; i < n_splits; ++i) {
         sum += sums[(static_cast<int64_t>(t) * n_splits + i) * ld + j];
     }
@@ -536,11 +523,11 @@ __global__ void join_kernel(int n, int n_splits, const float * sums, bool accumu
 }
 
 template <class T>
-void launch_add_down(int n_tokens, int n, const cuda_matrix & down, const cuda_list & list, float * sums, int64_t ld,
+void launch_sum_down(int n_tokens, int n, const cuda_matrix & down, const cuda_list & list, float * sums, int64_t ld,
                      cudaStream_t stream) {
     const unsigned n_columns = (down.n + 32 * T::n_add - 1) / (32 * T::n_add);
     const dim3 grid(n_tokens, n_columns, cuda_n_splits(n));
-    CUDA_LAUNCH(add_down_kernel<T>, grid, dim3(n_threads), sizeof(down_memory<T::n_add>), stream, down, cuda_n_tiles(n), list,
+    CUDA_LAUNCH(sum_down_kernel<T>, grid, dim3(n_threads), sizeof(down_memory<T::n_add>), stream, down, cuda_n_tiles(n), list,
                 sums, ld);
 }
 
@@ -566,21 +553,15 @@ cudaError_t cuda_select(int n_tokens, const cuda_neurons & neurons, const cuda_r
     return cudaGetLastError();
 }
 
-cudaError_t cuda_select_values(int n_tokens, int n, const float * values, int64_t ld, const cuda_list & list,
-                               cudaStream_t stream) {
-    CUDA_LAUNCH(select_values_kernel, dim3(n_tokens, cuda_n_tiles(n)), dim3(32), 0, stream, n, values, ld, list);
-    return cudaGetLastError();
-}
-
-cudaError_t cuda_add_down(int n_tokens, int n, const cuda_matrix & down, const cuda_list & list, bool accumulate, float * sums,
-                          float * y, int64_t ld_y, cudaStream_t stream) {
+cudaError_t cuda_sum_down(int n_tokens, int n, const cuda_matrix & down, const cuda_list & list, float * sums, float * y,
+                          int64_t ld_y, cudaStream_t stream) {
     switch (down.row_type) {
-        case row_type_f32:  launch_add_down<chunk_of_values<f32_rows>>(n_tokens, n, down, list, sums, ld_y, stream); break;
-        case row_type_f16:  launch_add_down<chunk_of_values<f16_rows>>(n_tokens, n, down, list, sums, ld_y, stream); break;
-        case row_type_bf16: launch_add_down<chunk_of_values<bf16_rows>>(n_tokens, n, down, list, sums, ld_y, stream); break;
-        case row_type_q8_0: launch_add_down<q8_0_rows>(n_tokens, n, down, list, sums, ld_y, stream); break;
-        case row_type_q4_0: launch_add_down<q4_0_rows>(n_tokens, n, down, list, sums, ld_y, stream); break;
-        case row_type_q4_k: launch_add_down<q4_k_rows>(n_tokens, n, down, list, sums, ld_y, stream); break;
+        case row_type_f32:  launch_sum_down<chunk_of_values<f32_rows>>(n_tokens, n, down, list, sums, ld_y, stream); break;
+        case row_type_f16:  launch_sum_down<chunk_of_values<f16_rows>>(n_tokens, n, down, list, sums, ld_y, stream); break;
+        case row_type_bf16: launch_sum_down<chunk_of_values<bf16_rows>>(n_tokens, n, down, list, sums, ld_y, stream); break;
+        case row_type_q8_0: launch_sum_down<q8_0_rows>(n_tokens, n, down, list, sums, ld_y, stream); break;
+        case row_type_q4_0: launch_sum_down<q4_0_rows>(n_tokens, n, down, list, sums, ld_y, stream); break;
+        case row_type_q4_k: launch_sum_down<q4_k_rows>(n_tokens, n, down, list, sums, ld_y, stream); break;
         default:            return cudaErrorInvalidValue;
     }
     const cudaError_t launched = cudaGetLastError();
@@ -588,7 +569,7 @@ cudaError_t cuda_add_down(int n_tokens, int n, const cuda_matrix & down, const c
         return launched;
     }
     const dim3 grid(n_tokens, (down.n + n_threads - 1) / n_threads);
-    CUDA_LAUNCH(join_kernel, grid, dim3(n_threads), 0, stream, down.n, cuda_n_splits(n), sums, accumulate, y, ld_y);
+    CUDA_LAUNCH(join_kernel, grid, dim3(n_threads), 0, stream, down.n, cuda_n_splits(n), sums, y, ld_y);
     return cudaGetLastError();
 }
 

@@ -15,7 +15,7 @@ namespace powerinfer {
 
 constexpr int cuda_tile_neurons = 32;    // neurons of one thread block: one lane of a warp each
 constexpr int cuda_split_neurons = 512;  // neurons whose down rows one thread block adds up
-constexpr int cuda_row_bytes_unit = 32;  // rows start at multiples of it; zeros follow them up to the next one
+constexpr int cuda_row_values_unit = 8;  // a row has a multiple of it: without gaps, F32 and 16-bit rows start at multiples of 16 bytes
 constexpr int cuda_input_unit = 32;      // an input's values, rounded up to it with zeros
 constexpr int cuda_n_totals = 4;         // counters: gate, up and down rows used, values other than 0
 
@@ -29,9 +29,9 @@ struct alignas(8) cuda_block_x {
 // A matrix with one neuron per row.
 struct cuda_matrix {
     const uint8_t * rows = nullptr;  // nullptr: none
-    int64_t stride_bytes = 0;        // a multiple of cuda_row_bytes_unit
+    int64_t stride_bytes = 0;        // of a row, without a gap
     int row_type = -1;               // ggml_type
-    int n = 0;                       // values per row
+    int n = 0;                       // values per row, a multiple of cuda_row_values_unit
 };
 
 // Vectors that rows are multiplied with, one per token.
@@ -98,14 +98,10 @@ cudaError_t cuda_dot_rows(int n_tokens, const cuda_matrix & matrix, int n_rows, 
 cudaError_t cuda_select(int n_tokens, const cuda_neurons & neurons, const cuda_rule & rule, const cuda_input & x,
                         const cuda_input & hidden, const cuda_list & list, cudaStream_t stream);
 
-// list = the neurons whose value isn't 0. values (n_tokens, n), ld apart. totals stay.
-cudaError_t cuda_select_values(int n_tokens, int n, const float * values, int64_t ld, const cuda_list & list,
-                               cudaStream_t stream);
-
-// y[t] = the list's values times down rows; accumulate: y[t] += it. y (n_tokens, ld_y), ld_y a multiple of cuda_input_unit.
+// y[t] = the list's values times down rows. y (n_tokens, ld_y), ld_y a multiple of cuda_input_unit.
 // sums: scratch (n_tokens, cuda_n_splits(n), ld_y).
-cudaError_t cuda_add_down(int n_tokens, int n, const cuda_matrix & down, const cuda_list & list, bool accumulate, float * sums,
-                          float * y, int64_t ld_y, cudaStream_t stream);
+cudaError_t cuda_sum_down(int n_tokens, int n, const cuda_matrix & down, const cuda_list & list, float * sums, float * y,
+                          int64_t ld_y, cudaStream_t stream);
 
 // Does the current device run what this file was compiled for?
 cudaError_t cuda_check_kernels();

@@ -26,7 +26,9 @@ namespace {
 
 constexpr int64_t part_tokens = 128;               // tokens that the hot part computes at once: bounds its scratch memory
 constexpr size_t stage_bytes = 32u << 20;          // cold rows that one upload brings, about
+constexpr size_t group_floats_bytes = 64u << 20;   // down rows of such a group as floats
 constexpr size_t group_values_bytes = 16u << 20;   // one value per neuron of such a group and token
+constexpr int64_t multiply_neurons = 256;         // down rows that `multiply` transposes at once
 constexpr int64_t column_slab = 256;               // columns of down that are transposed at once
 constexpr size_t alignment_bytes = 256;            // room for a tensor's alignment, more than any device asks for
 constexpr int max_tensors = 48;                    // of one graph
@@ -47,17 +49,6 @@ ggml_context_ptr make_context() {
 }
 
 // --- graphs ---
-
-// The weights of a graph: resident hot rows, or a group of cold rows that was brought.
-struct weights {
-    ggml_tensor * first = nullptr;   // [n_embd, n] gate, or up when ungated
-    ggml_tensor * second = nullptr;  // [n_embd, n]
-    ggml_tensor * down = nullptr;    // [n, n_embd] transposed; cold: [n_embd, n] as it is
-    ggml_tensor * first_bias = nullptr;   // [n]
-    ggml_tensor * second_bias = nullptr;  // [n]
-    ggml_tensor * down_norm = nullptr;    // [n]
-    ggml_tensor * fc2 = nullptr;     // [rank, n]; cold only
-};
 
 // a * 0 where |a| * norm < limit. NaN stays.
 ggml_tensor * skip_below(ggml_context * ctx, ggml_tensor * a, ggml_tensor * norm, float limit) {
@@ -85,7 +76,7 @@ ggml_tensor * activate(ggml_context * ctx, ffn_activation activation, float para
 }
 
 // act(gate) * up for the neurons of w, skipped ones 0. x [n_embd, n_tokens], hidden [rank, n_tokens] or nullptr. Returns [n, n_tokens].
-ggml_tensor * neuron_values(ggml_context * ctx, const weights & w, bool gated, const ffn_options & options, float param,
+ggml_tensor * neuron_values(ggml_context * ctx, const gpu_tensors & w, bool gated, const ffn_options & options, float param,
                             float predictor_threshold, ggml_tensor * x, ggml_tensor * hidden) {
     ggml_tensor * a = ggml_mul_mat(ctx, w.first, x);
     if (options.add_biases && w.first_bias != nullptr) {
@@ -182,27 +173,56 @@ ggml_tensor * transposed_floats(ggml_context * ctx, ggml_tensor * rows) {
     return ggml_cast(ctx, ggml_transpose(ctx, ggml_cast(ctx, rows, GGML_TYPE_F32)), GGML_TYPE_F16);
 }
 
+// Bytes that it makes of one row.
+size_t transposed_row_bytes(ggml_type type, int64_t n_embd) {
+    return n_embd * (ggml_is_quantized(type) ? sizeof(float) + sizeof(ggml_fp16_t) : ggml_type_size(type));
+}
+
 struct device_layer {
     gpu_layer_shape shape;
     bool gated = true;
     float activation_param = 0.0f;
     ggml_type staged_down = GGML_TYPE_F32;
     uint64_t hot_bytes = 0;  // that one pass over the hot rows reads
-    weights hot;             // with padded_neurons(n_hot) neurons; first == nullptr: none are hot
+    gpu_tensors hot;         // with padded_neurons(n_hot) neurons; first == nullptr: none are hot
     ggml_context_ptr context;
     ggml_backend_buffer_ptr buffer;
 };
 
-weights make_hot_tensors(ggml_context * ctx, const gpu_layer_shape & shape) {
+// keeps_rows: down neuron-major, and the predictor.
+gpu_tensors make_hot_tensors(ggml_context * ctx, const gpu_layer_shape & shape, bool keeps_rows) {
     const int64_t n = padded_neurons(shape.n_hot);
-    weights hot;
-    hot.first = ggml_new_tensor_2d(ctx, type_of(shape.first_type), shape.n_embd, n);
-    hot.second = shape.second_type >= 0 ? ggml_new_tensor_2d(ctx, type_of(shape.second_type), shape.n_embd, n) : nullptr;
-    hot.down = ggml_new_tensor_2d(ctx, transposed_type(shape.down_type), n, shape.n_embd);
+    const auto rows = [&](int type, int64_t width) { return ggml_new_tensor_2d(ctx, type_of(type), width, n); };
+    gpu_tensors hot;
+    hot.first = rows(shape.first_type, shape.n_embd);
+    hot.second = shape.second_type >= 0 ? rows(shape.second_type, shape.n_embd) : nullptr;
+    hot.down = keeps_rows ? rows(shape.down_type, shape.n_embd)
+                          : ggml_new_tensor_2d(ctx, transposed_type(shape.down_type), n, shape.n_embd);
     hot.first_bias = shape.has_first_bias ? ggml_new_tensor_1d(ctx, GGML_TYPE_F32, n) : nullptr;
     hot.second_bias = shape.has_second_bias ? ggml_new_tensor_1d(ctx, GGML_TYPE_F32, n) : nullptr;
     hot.down_norm = ggml_new_tensor_1d(ctx, GGML_TYPE_F32, n);
+    if (keeps_rows && shape.rank > 0) {
+        hot.fc1 = ggml_new_tensor_2d(ctx, type_of(shape.fc1_type), shape.n_embd, shape.rank);
+        hot.fc2 = rows(shape.fc2_type, shape.rank);
+    }
     return hot;
+}
+
+// Neurons first .. first + n - 1 of `all`.
+gpu_tensors slice_neurons(ggml_context * ctx, const gpu_tensors & all, int64_t first, int64_t n) {
+    const auto rows = [&](ggml_tensor * m) {
+        return m != nullptr ? ggml_view_2d(ctx, m, m->ne[0], n, m->nb[1], first * m->nb[1]) : nullptr;
+    };
+    const auto floats = [&](ggml_tensor * v) { return v != nullptr ? ggml_view_1d(ctx, v, n, first * sizeof(float)) : nullptr; };
+    gpu_tensors part;
+    part.first = rows(all.first);
+    part.second = rows(all.second);
+    part.down = rows(all.down);
+    part.first_bias = floats(all.first_bias);
+    part.second_bias = floats(all.second_bias);
+    part.down_norm = floats(all.down_norm);
+    part.fc2 = rows(all.fc2);
+    return part;
 }
 
 // Bytes of a cold neuron's rows on their way; the predictor's with at most 4 bytes per value.
@@ -215,13 +235,14 @@ size_t staged_neuron_bytes(const gpu_layer_shape & shape, ggml_type staged_down)
 // Neurons of a group of cold rows.
 int64_t group_neurons(const gpu_layer_shape & shape, ggml_type staged_down, int64_t n_tokens) {
     const int64_t by_stage = stage_bytes / staged_neuron_bytes(shape, staged_down);
+    const int64_t by_floats = group_floats_bytes / transposed_row_bytes(staged_down, shape.n_embd);
     const int64_t by_values = group_values_bytes / (n_tokens * sizeof(float));
-    return std::max<int64_t>(64, std::min(by_stage, by_values) / 64 * 64);
+    return std::max<int64_t>(64, std::min({by_stage, by_floats, by_values}) / 64 * 64);
 }
 
-class ggml_store : public gpu_store {
+class ggml_store : public gpu_row_store {
 public:
-    explicit ggml_store(ggml_backend_dev_t device) : device_(device) {}
+    ggml_store(ggml_backend_dev_t device, bool keeps_rows) : device_(device), keeps_rows_(keeps_rows) {}
 
     status check_layer(int i_layer, const gpu_layer_shape & shape) const override;
     size_t neuron_bytes(const gpu_layer_shape & shape) const override;
@@ -231,12 +252,16 @@ public:
     size_t memory_bytes() const override { return memory_bytes_; }
     status make_executor(int64_t max_tokens, std::unique_ptr<gpu_executor> & out) override;
 
+    const gpu_tensors & tensors(int i_layer) const override { return layers_.at(i_layer).hot; }
+
     ggml_backend_dev_t device() const { return device_; }
+    bool keeps_rows() const { return keeps_rows_; }
     const device_layer & layer(int i_layer) const { return layers_.at(i_layer); }
     const std::map<int, device_layer> & layers() const { return layers_; }
 
 private:
     ggml_backend_dev_t device_;
+    bool keeps_rows_;  // down neuron-major, and the predictor
     std::map<int, device_layer> layers_;
     size_t memory_bytes_ = 0;
 };
@@ -262,7 +287,11 @@ status ggml_store::check_layer(int i_layer, const gpu_layer_shape & shape) const
     }
     const ggml_type brought = staged_down_type(device_, shape);
     ggml_tensor * down = transposed_floats(ctx.get(), ggml_new_tensor_2d(ctx.get(), brought, shape.n_embd, 64));
-    if (shape.streams && !ggml_backend_dev_supports_op(device_, down)) {
+    if (keeps_rows_ && brought != type_of(shape.down_type)) {
+        return status::error(where_text(device_, i_layer) + ": down rows are " + ggml_type_name(type_of(shape.down_type)) +
+                             "; expected a type that the device converts to floats; store ffn_down_t as q4_0, q8_0 or f16.");
+    }
+    if ((shape.streams || keeps_rows_) && !ggml_backend_dev_supports_op(device_, down)) {
         return status::error(where_text(device_, i_layer) + ": down rows of type " + ggml_type_name(type_of(shape.down_type)) +
                              " can't be transposed there; expected a device that converts " + ggml_type_name(brought) + " to " +
                              ggml_type_name(down->type) + "; turn op_offload off.");
@@ -331,8 +360,8 @@ status ggml_store::add_layer(int i_layer, const ffn_layer & layer, const gpu_lay
     }
     self.context = make_context();
     ggml_context * ctx = self.context.get();
-    self.hot = make_hot_tensors(ctx, self.shape);
-    const weights & hot = self.hot;
+    self.hot = make_hot_tensors(ctx, self.shape, keeps_rows_);
+    const gpu_tensors & hot = self.hot;
     for (const ggml_tensor * rows : {hot.first, hot.second, hot.down}) {
         self.hot_bytes += rows ? ggml_nbytes(rows) : 0;
     }
@@ -349,13 +378,21 @@ status ggml_store::add_layer(int i_layer, const ffn_layer & layer, const gpu_lay
     if (layer.gated) {
         upload_rows(layer.second, n_hot, hot.second);
     }
-    upload_transposed(layer.down, n_hot, kernels, hot.down);
+    if (keeps_rows_) {
+        upload_rows(layer.down, n_hot, hot.down);
+    } else {
+        upload_transposed(layer.down, n_hot, kernels, hot.down);
+    }
     upload_floats(layer.down_norm, n_hot, hot.down_norm);
     if (hot.first_bias != nullptr) {
         upload_floats(layer.first_bias, n_hot, hot.first_bias);
     }
     if (hot.second_bias != nullptr) {
         upload_floats(layer.second_bias, n_hot, hot.second_bias);
+    }
+    if (hot.fc1 != nullptr) {
+        upload_rows(layer.fc1, layer.fc1.n_rows, hot.fc1);
+        upload_rows(layer.fc2, n_hot, hot.fc2);
     }
     layers_[i_layer] = std::move(self);
     return {};
@@ -477,7 +514,7 @@ private:
     status run(ggml_cgraph * graph);
     void put(ggml_tensor * tensor, const void * from, size_t size_bytes);
     void take(const ggml_tensor * tensor, void * to, size_t size_bytes);
-    status stage_group(const ffn_layer & cold, int64_t first, weights & w);
+    status stage_group(const ffn_layer & cold, int64_t first, const gpu_tensors & w);
 
     const ggml_store & store_;
     const int64_t max_tokens_;
@@ -629,7 +666,7 @@ void pack_rows(const float * from, int64_t ld, int64_t n, int64_t n_tokens, floa
 
 status ggml_executor::start(int i_layer, const ffn_options & options, int64_t n_tokens, const float * x, int64_t ld_x, const float *, int64_t) {
     const device_layer & layer = store_.layer(i_layer);
-    GGML_ASSERT(n_tokens <= max_tokens_ && layer.shape.n_hot > 0);
+    GGML_ASSERT(n_tokens <= max_tokens_ && layer.shape.n_hot > 0 && !store_.keeps_rows());
     several_.clear();
     n_tokens_ = n_tokens;
     n_embd_ = layer.shape.n_embd;
@@ -673,7 +710,7 @@ status ggml_executor::finish(float * y, int64_t ld_y, gpu_result & result) {
 }
 
 // Brings rows first, first + 1, ... of each matrix to the tensors of w.
-status ggml_executor::stage_group(const ffn_layer & cold, int64_t first, weights & w) {
+status ggml_executor::stage_group(const ffn_layer & cold, int64_t first, const gpu_tensors & w) {
     const int i = i_stage_;
     i_stage_ = 1 - i_stage_;
     if (stages_[i].data() == nullptr) {
@@ -748,7 +785,8 @@ status ggml_executor::stream(int i_layer, const ffn_layer & cold, const ffn_opti
     ggml_cgraph * predictor = nullptr;
     ggml_tensor * fc1 = nullptr;
     if (predicted) {
-        fc1 = ggml_new_tensor_2d(kept.get(), static_cast<ggml_type>(cold.fc1.row_type), n_embd, layer.shape.rank);
+        fc1 = layer.hot.fc1 != nullptr ? layer.hot.fc1
+                                       : ggml_new_tensor_2d(kept.get(), type_of(cold.fc1.row_type), n_embd, layer.shape.rank);
         hidden = ggml_mul_mat(kept.get(), fc1, r_in);
         hidden = cold.predictor_relu ? ggml_relu_inplace(kept.get(), hidden) : hidden;
         predictor = ggml_new_graph_custom(kept.get(), max_tensors, false);
@@ -767,7 +805,10 @@ status ggml_executor::stream(int i_layer, const ffn_layer & cold, const ffn_opti
         put(r_in, packed, values_bytes);
     }
     if (predicted) {
-        put(fc1, cold.fc1.rows, cold.fc1.row_bytes * cold.fc1.n_rows);
+        if (fc1 != layer.hot.fc1) {
+            GGML_ASSERT(cold.fc1.stride_bytes == cold.fc1.row_bytes);
+            put(fc1, cold.fc1.rows, cold.fc1.row_bytes * cold.fc1.n_rows);
+        }
         error = run(predictor);
     }
 
@@ -784,7 +825,24 @@ status ggml_executor::stream(int i_layer, const ffn_layer & cold, const ffn_opti
         return placed.ok() ? run(graph) : placed;
     };
 
-    for (int64_t from = 0; from < n_tokens && layer.shape.n_hot > 0 && error.ok(); from += part_tokens) {
+    // A group of neurons for all tokens. down is transposed on the device: as many bytes cross the bus as the rows have.
+    const auto add_group = [&](ggml_context_ptr ctx, const gpu_tensors & w, bool begins, const std::function<status()> & bring) {
+        ggml_tensor * down = transposed_floats(ctx.get(), w.down);
+        ggml_tensor * values = neuron_values(ctx.get(), w, layer.gated, options, layer.activation_param, cold.predictor_threshold, x_in, hidden);
+        ggml_tensor * sum = ggml_mul_mat(ctx.get(), down, values);
+        return add_to(std::move(ctx), sum, y_sum, begins, bring);
+    };
+    const auto no_copy = [] { return status(); };
+
+    const int64_t step = group_neurons(layer.shape, layer.staged_down, max_tokens_);
+    const int64_t n_rows = store_.keeps_rows() ? padded_neurons(layer.shape.n_hot) : 0;  // that are hot, and taken as cold ones are
+    for (int64_t first = 0; first < n_rows && error.ok(); first += step) {
+        ggml_context_ptr ctx = make_context();
+        const gpu_tensors w = slice_neurons(ctx.get(), layer.hot, first, std::min(step, n_rows - first));
+        error = add_group(std::move(ctx), w, first == 0, no_copy);
+    }
+    const int64_t n_part_tokens = !store_.keeps_rows() && layer.shape.n_hot > 0 ? n_tokens : 0;  // with down transposed already
+    for (int64_t from = 0; from < n_part_tokens && error.ok(); from += part_tokens) {
         ggml_context_ptr ctx = make_context();
         const int64_t n = std::min(part_tokens, n_tokens - from);
         const auto part = [&](ggml_tensor * all) { return ggml_view_2d(ctx.get(), all, n_embd, n, all->nb[1], from * all->nb[1]); };
@@ -792,15 +850,14 @@ status ggml_executor::stream(int i_layer, const ffn_layer & cold, const ffn_opti
         ggml_tensor * y_part = part(y_sum);
         ggml_tensor * values = neuron_values(ctx.get(), layer.hot, layer.gated, options, layer.activation_param, 0.0f, x_part, nullptr);
         ggml_tensor * sum = ggml_mul_mat(ctx.get(), layer.hot.down, values);
-        error = add_to(std::move(ctx), sum, y_part, true, [] { return status(); });
+        error = add_to(std::move(ctx), sum, y_part, true, no_copy);
     }
-    const int64_t step = group_neurons(layer.shape, layer.staged_down, max_tokens_);
     for (int64_t first = 0; first < cold.n_ff && error.ok(); first += step) {
         ggml_context_ptr ctx = make_context();
         const int64_t n = std::min(step, cold.n_ff - first);
-        const auto rows = [&](int type, int64_t width) { return ggml_new_tensor_2d(ctx.get(), static_cast<ggml_type>(type), width, n); };
+        const auto rows = [&](int type, int64_t width) { return ggml_new_tensor_2d(ctx.get(), type_of(type), width, n); };
         const auto floats = [&] { return ggml_new_tensor_1d(ctx.get(), GGML_TYPE_F32, n); };
-        weights w;
+        gpu_tensors w;
         w.first = rows(layer.shape.first_type, n_embd);
         w.second = layer.gated ? rows(layer.shape.second_type, n_embd) : nullptr;
         w.down = rows(layer.staged_down, n_embd);
@@ -808,11 +865,7 @@ status ggml_executor::stream(int i_layer, const ffn_layer & cold, const ffn_opti
         w.first_bias = options.add_biases && !cold.first_bias.empty() ? floats() : nullptr;
         w.second_bias = options.add_biases && !cold.second_bias.empty() ? floats() : nullptr;
         w.down_norm = options.product_limit() > 0.0f ? floats() : nullptr;
-        // Transposed on the device: as many bytes cross the bus as the rows have.
-        ggml_tensor * down = transposed_floats(ctx.get(), w.down);
-        ggml_tensor * values = neuron_values(ctx.get(), w, layer.gated, options, layer.activation_param, cold.predictor_threshold, x_in, hidden);
-        ggml_tensor * sum = ggml_mul_mat(ctx.get(), down, values);
-        error = add_to(std::move(ctx), sum, y_sum, first == 0 && layer.shape.n_hot == 0, [&]() -> status {
+        error = add_group(std::move(ctx), w, first == 0 && layer.shape.n_hot == 0, [&]() -> status {
             const std::pair<ggml_tensor *, const std::vector<float> *> vectors[] = {{w.first_bias, &cold.first_bias}, {w.second_bias, &cold.second_bias}, {w.down_norm, &cold.down_norm}};
             for (const auto & [tensor, values_of] : vectors) {
                 if (tensor != nullptr) {
@@ -839,33 +892,45 @@ status ggml_executor::multiply(int i_layer, ffn_role role, int64_t n_tokens, con
     const bool is_down = role == ffn_role::down;
     const bool is_first = role == ffn_role::gate || !layer.gated;
     ggml_tensor * matrix = is_down ? layer.hot.down : is_first ? layer.hot.first : layer.hot.second;
-    const int64_t n_in = matrix->ne[0];
-    const int64_t n_used = is_down ? layer.shape.n_hot : layer.shape.n_embd;
+    const bool has_rows = is_down && store_.keeps_rows();  // neurons are rows: transposed here, a slice at a time
+    const int64_t n_in = matrix->ne[has_rows ? 1 : 0];
+    const int64_t n_sums = matrix->ne[has_rows ? 0 : 1];
+    const int64_t n_used = is_down ? layer.shape.n_hot : layer.shape.n_embd;  // the rest of n_in is padding
     const int64_t n_out = is_down ? layer.shape.n_embd : layer.shape.n_hot;
-    std::vector<float> in(std::min(part_tokens, n_tokens) * n_in);  // padding stays 0
-    std::vector<float> sums(std::min(part_tokens, n_tokens) * matrix->ne[1]);
+    const int64_t step = has_rows ? multiply_neurons : n_in;
+    std::vector<float> in(std::min(part_tokens, n_tokens) * std::min(step, n_in));
+    std::vector<float> sums(std::min(part_tokens, n_tokens) * n_sums);
     for (int64_t from = 0; from < n_tokens; from += part_tokens) {
         const int64_t n = std::min(part_tokens, n_tokens - from);
-        ggml_context_ptr ctx = make_context();
-        ggml_tensor * input = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, n_in, n);
-        ggml_tensor * product = ggml_mul_mat(ctx.get(), matrix, input);
-        ggml_cgraph * graph = ggml_new_graph_custom(ctx.get(), max_tensors, false);
-        ggml_build_forward_expand(graph, product);
-        status result = arena(scratch_.get()).place_all(ctx.get());
-        for (int64_t t = 0; t < n; ++t) {
-            std::memcpy(&in[t * n_in], x + (from + t) * ld_x, n_used * sizeof(float));
-        }
-        if (result.ok()) {
-            ggml_backend_tensor_set(input, in.data(), 0, n * n_in * sizeof(float));
-            result = run(graph);
-        }
-        ggml_backend_synchronize(backend_.get());
-        if (!result.ok()) {
-            return result;
-        }
-        ggml_backend_tensor_get(product, sums.data(), 0, ggml_nbytes(product));
-        for (int64_t t = 0; t < n; ++t) {
-            std::memcpy(out + (from + t) * ld_out, &sums[t * matrix->ne[1]], n_out * sizeof(float));
+        for (int64_t first = 0; first < n_in; first += step) {
+            const int64_t width = std::min(step, n_in - first);
+            const int64_t n_values = std::min(width, n_used - first);
+            ggml_context_ptr ctx = make_context();
+            ggml_tensor * input = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, width, n);
+            ggml_tensor * weights = has_rows ? transposed_floats(ctx.get(), slice_neurons(ctx.get(), layer.hot, first, width).down) : matrix;
+            ggml_tensor * product = ggml_mul_mat(ctx.get(), weights, input);
+            ggml_cgraph * graph = ggml_new_graph_custom(ctx.get(), max_tensors, false);
+            ggml_build_forward_expand(graph, product);
+            status result = arena(scratch_.get()).place_all(ctx.get());
+            for (int64_t t = 0; t < n; ++t) {
+                std::memcpy(&in[t * width], x + (from + t) * ld_x + first, n_values * sizeof(float));
+                std::fill_n(&in[t * width + n_values], width - n_values, 0.0f);
+            }
+            if (result.ok()) {
+                ggml_backend_tensor_set(input, in.data(), 0, n * width * sizeof(float));
+                result = run(graph);
+            }
+            ggml_backend_synchronize(backend_.get());
+            if (!result.ok()) {
+                return result;
+            }
+            ggml_backend_tensor_get(product, sums.data(), 0, ggml_nbytes(product));
+            for (int64_t t = 0; t < n; ++t) {
+                float * to = out + (from + t) * ld_out;
+                for (int64_t i = 0; i < n_out; ++i) {
+                    to[i] = sums[t * n_sums + i] + (first > 0 ? to[i] : 0.0f);
+                }
+            }
         }
     }
     return {};
@@ -882,7 +947,13 @@ status ggml_store::make_executor(int64_t max_tokens, std::unique_ptr<gpu_executo
     return result;
 }
 
-std::unique_ptr<gpu_store> ggml_store_create(ggml_backend_dev_t device) { return std::unique_ptr<gpu_store>(new ggml_store(device)); }
+std::unique_ptr<gpu_store> ggml_store_create(ggml_backend_dev_t device) {
+    return std::unique_ptr<gpu_store>(new ggml_store(device, false));
+}
+
+std::unique_ptr<gpu_row_store> ggml_row_store_create(ggml_backend_dev_t device) {
+    return std::unique_ptr<gpu_row_store>(new ggml_store(device, true));
+}
 
 gpu_layer_shape::gpu_layer_shape(const ffn_layer & layer, int64_t n_hot, bool streams)
     : n_embd(layer.n_embd), n_ff(layer.n_ff), n_hot(n_hot), rank(layer.fc1.n_rows), first_type(layer.first.row_type),
@@ -895,6 +966,10 @@ size_t ggml_store::neuron_bytes(const gpu_layer_shape & shape) const {
     for (const int type : {shape.first_type, shape.second_type}) {
         bytes += type >= 0 ? ggml_row_size(type_of(type), shape.n_embd) : 0;
     }
+    if (keeps_rows_) {
+        return bytes + ggml_row_size(type_of(shape.down_type), shape.n_embd) +
+               (shape.rank > 0 ? ggml_row_size(type_of(shape.fc2_type), shape.rank) : 0);
+    }
     // A transposed row holds whole blocks of neurons: the share of one.
     const ggml_type down = transposed_type(shape.down_type);
     return bytes + shape.n_embd * ggml_type_size(down) / ggml_blck_size(down);
@@ -905,22 +980,30 @@ size_t ggml_store::rows_bytes(const gpu_layer_shape & shape) const {
         return 0;
     }
     ggml_context_ptr ctx = make_context();
-    make_hot_tensors(ctx.get(), shape);
+    make_hot_tensors(ctx.get(), shape, keeps_rows_);
     return ggml_backend_alloc_ctx_tensors_from_buft_size(ctx.get(), ggml_backend_dev_buffer_type(device_));
 }
 
 // The largest graph of a call: inputs and output, then the hot part's values or a group's rows and values.
 size_t ggml_store::scratch_bytes(const std::vector<gpu_layer_shape> & shapes, int64_t max_tokens) const {
+    const size_t part_bytes = std::min(max_tokens, part_tokens) * sizeof(float);  // of one value for every token of a part
+    const size_t token_bytes = max_tokens * sizeof(float);                        // ... of a call
     size_t bytes = 0;
     for (const gpu_layer_shape & shape : shapes) {
+        const int64_t n_hot = padded_neurons(shape.n_hot);
         const ggml_type staged_down = staged_down_type(device_, shape);
-        const size_t token_bytes = max_tokens * sizeof(float);  // of one value for every token
-        const size_t hot = 4 * padded_neurons(shape.n_hot) * std::min(max_tokens, part_tokens) * sizeof(float) + shape.n_embd * token_bytes;
-        const int64_t n = std::min(group_neurons(shape, staged_down, max_tokens), round_up(shape.n_ff, 64));
-        const size_t rows = n * (staged_neuron_bytes(shape, staged_down) + (2 * shape.n_embd + 3) * sizeof(float));  // down also as floats, and transposed
-        const size_t group = rows + 5 * n * token_bytes + shape.n_embd * token_bytes;
-        const size_t predictor = shape.rank * (shape.n_embd * sizeof(float) + token_bytes);
-        bytes = std::max(bytes, 3 * shape.n_embd * token_bytes + (shape.streams ? predictor + std::max(hot, group) : hot));
+        const size_t floats_bytes = transposed_row_bytes(staged_down, shape.n_embd);
+        const size_t kept = 3 * shape.n_embd * token_bytes;
+        const size_t hot = keeps_rows_ ? 0 : 4 * n_hot * part_bytes + shape.n_embd * token_bytes;
+        const size_t multiply = (shape.n_embd + n_hot) * part_bytes + std::min(multiply_neurons, n_hot) * floats_bytes;
+        bytes = std::max(bytes, keeps_rows_ ? multiply : kept + hot);
+        if (shape.streams) {
+            const int64_t n = std::min(group_neurons(shape, staged_down, max_tokens), round_up(shape.n_ff, 64));
+            const size_t rows = n * (staged_neuron_bytes(shape, staged_down) + floats_bytes + 3 * sizeof(float));
+            const size_t group = rows + 5 * n * token_bytes + shape.n_embd * token_bytes;
+            const size_t predictor = shape.rank * (shape.n_embd * sizeof(float) + token_bytes);
+            bytes = std::max(bytes, kept + predictor + std::max(hot, group));
+        }
     }
     return bytes + max_tensors * 2 * alignment_bytes;
 }

@@ -97,8 +97,30 @@ public:
 // as they are, quantized rows as Q8_0 along the neurons. Every hot neuron is computed.
 std::unique_ptr<gpu_store> ggml_store_create(ggml_backend_dev_t device);
 
+// Neurons of a block on a ggml device; nullptr: none. Rows have no gaps.
+struct gpu_tensors {
+    ggml_tensor * first = nullptr;        // [n_embd, n] gate, or up when ungated
+    ggml_tensor * second = nullptr;       // [n_embd, n]
+    ggml_tensor * down = nullptr;         // [n_embd, n] neuron-major, or [n, n_embd] transposed
+    ggml_tensor * first_bias = nullptr;   // [n]
+    ggml_tensor * second_bias = nullptr;  // [n]
+    ggml_tensor * down_norm = nullptr;    // [n]
+    ggml_tensor * fc1 = nullptr;          // [n_embd, rank]; of hot neurons only
+    ggml_tensor * fc2 = nullptr;          // [rank, n]
+};
+
+// The same for kernels that want rows: down is kept neuron-major, the predictor too. Executors only stream, where hot neurons
+// are skipped as cold ones are, and multiply; whoever reads `tensors` with kernels of its own does the rest.
+class gpu_row_store : public gpu_store {
+public:
+    // A layer's hot neurons, and zero rows behind them up to a multiple of 32.
+    virtual const gpu_tensors & tensors(int i_layer) const = 0;
+};
+std::unique_ptr<gpu_row_store> ggml_row_store_create(ggml_backend_dev_t device);
+
 #if defined(POWERINFER_CUDA)
-// A CUDA device with our kernels (cuda-executor.cu): rows are kept as they are, inactive neurons are skipped.
+// A CUDA device with our kernels (cuda-executor.cu): rows are kept as they are, inactive neurons are skipped. Long batches
+// run through ggml's mat-muls on the same rows.
 std::unique_ptr<gpu_store> cuda_store_create(ggml_backend_dev_t device);
 #endif
 
