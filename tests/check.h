@@ -1,9 +1,10 @@
-// The whole test framework: CHECK and CHECK_NEAR count failures and print where, main returns check_result().
+// The whole test framework: CHECK, CHECK_NEAR and check_nmse count failures and print where, main returns check_result().
 // One translation unit per test program.
 #pragma once
 
 #include <cmath>
 #include <cstdio>
+#include <vector>
 
 namespace check {
 
@@ -41,6 +42,19 @@ inline bool is_near(double a, double b, double tolerance, const char * file, int
 // Both evaluate to whether the check held.
 #define CHECK(condition) check::is_true(bool(condition), __FILE__, __LINE__, #condition)
 #define CHECK_NEAR(a, b, tolerance) check::is_near((a), (b), (tolerance), __FILE__, __LINE__, #a " ~ " #b)
+
+// The sum of squared errors is at most `limit` of the sum of expected squares.
+inline void check_nmse(const std::vector<float> & expected, const std::vector<float> & y, double limit) {
+    double error = 0.0;
+    double size = 0.0;
+    for (size_t i = 0; i < expected.size(); ++i) {
+        error += (y[i] - expected[i]) * static_cast<double>(y[i] - expected[i]);
+        size += expected[i] * static_cast<double>(expected[i]);
+    }
+    if (!CHECK(error <= limit * size)) {
+        std::fprintf(stderr, "error %.3g of %.3g\n", error, size);
+    }
+}
 
 // Exit code of a test program: 0 when everything held and anything was checked at all.
 inline int check_result() {

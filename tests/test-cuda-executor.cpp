@@ -176,19 +176,6 @@ void compare(const std::vector<float> & expected, const std::vector<float> & y, 
     }
 }
 
-// Squared error relative to the expected squares.
-void compare_nmse(const std::vector<float> & expected, const std::vector<float> & y, double limit) {
-    double error = 0.0;
-    double size = 0.0;
-    for (size_t i = 0; i < expected.size(); ++i) {
-        error += (y[i] - expected[i]) * static_cast<double>(y[i] - expected[i]);
-        size += expected[i] * static_cast<double>(expected[i]);
-    }
-    if (!CHECK(error <= limit * size)) {
-        std::fprintf(stderr, "error %.3g of %.3g\n", error, size);
-    }
-}
-
 double nmse_limit(const layer_case & c, ffn_mode mode) {
     const bool has_threshold = mode == ffn_mode::threshold || mode == ffn_mode::predicted;
     if (c.type == GGML_TYPE_F32 && !rounds_f32 && c.activation != ffn_activation::gelu) {
@@ -274,7 +261,7 @@ void test_split(const layer_case & c, ggml_backend_dev_t device, int64_t n_hot, 
             for (int64_t t = 0; t < n_tokens && c.biases; ++t) {
                 kernels_scalar.add(c.n_embd, b.layer.down_bias.data(), &y[t * ld]);
             }
-            compare_nmse(expected, y, nmse_limit(c, mode));
+            check_nmse(expected, y, nmse_limit(c, mode));
             CHECK(streamed.n_candidates == static_cast<uint64_t>(n_tokens * c.n_ff));
             CHECK(streamed.copied_bytes >= cold.n_ff * neuron_bytes);
         }
@@ -304,7 +291,7 @@ void test_multiply(const layer_case & c, ggml_backend_dev_t device, int64_t n_to
         }
         std::vector<float> y(n_tokens * n_hot);
         is_ok(gpu->multiply(0, role, n_tokens, x.data(), c.n_embd, y.data(), n_hot));
-        compare_nmse(expected, y, nmse_limit(c, ffn_mode::dense));
+        check_nmse(expected, y, nmse_limit(c, ffn_mode::dense));
     }
     std::vector<float> values = random_values(n_tokens * n_hot, 1.0f);
     values[1] = 0.0f;
@@ -316,7 +303,7 @@ void test_multiply(const layer_case & c, ggml_backend_dev_t device, int64_t n_to
     }
     std::vector<float> y(n_tokens * c.n_embd);
     is_ok(gpu->multiply(0, ffn_role::down, n_tokens, values.data(), n_hot, y.data(), c.n_embd));
-    compare_nmse(expected, y, nmse_limit(c, ffn_mode::dense));
+    check_nmse(expected, y, nmse_limit(c, ffn_mode::dense));
 }
 
 bool has(const status & result, const char * text) { return !result.ok() && result.text().find(text) != std::string::npos; }

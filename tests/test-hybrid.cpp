@@ -61,19 +61,6 @@ struct split_block {
     }
 };
 
-// Squared error relative to the expected squares.
-void compare_nmse(const std::vector<float> & expected, const std::vector<float> & y, double limit) {
-    double error = 0.0;
-    double size = 0.0;
-    for (size_t i = 0; i < expected.size(); ++i) {
-        error += (y[i] - expected[i]) * static_cast<double>(y[i] - expected[i]);
-        size += expected[i] * static_cast<double>(expected[i]);
-    }
-    if (!CHECK(error <= limit * size)) {
-        std::fprintf(stderr, "error %.3g of %.3g\n", error, size);
-    }
-}
-
 void test_splits(const shape & s, const kernel_table * kernels, bool keeps_rows = false) {
     const bool exact_type = s.type == GGML_TYPE_F32;
     for (const bool streams : {false, true}) {
@@ -111,7 +98,7 @@ void test_splits(const shape & s, const kernel_table * kernels, bool keeps_rows 
                         compare(reference(block.b.m, s, options.activation, &x[t * s.n_embd], options.threshold, options.product_threshold,
                                           n_active, nullptr), &y[t * s.n_embd], true);
                     }
-                    compare_nmse(expected, y, exact_type && !thresholds ? f32_nmse : rounded_nmse);
+                    check_nmse(expected, y, exact_type && !thresholds ? f32_nmse : rounded_nmse);
                     CHECK(result.n_tokens == static_cast<uint64_t>(n_tokens));
                     CHECK(result.dense_bytes > 0 && result.read_bytes > 0);
                     const bool streamed = keeps_rows || (streams && n_tokens >= stream_tokens);
@@ -172,7 +159,7 @@ void test_predicted_stream(const kernel_table * kernels, bool mlp, bool own_r, i
         ffn_result result;
         hybrid_times times;
         CHECK(block.forward(options, kernels, n_tokens, x.data(), y.data(), result, times, own_r ? r.data() : nullptr).ok());
-        compare_nmse(expected, y, 1e-4);  // a score may fall on the other side of the threshold
+        check_nmse(expected, y, 1e-4);  // a score may fall on the other side of the threshold
     }
 }
 
@@ -226,7 +213,7 @@ void test_several_groups(const kernel_table * kernels) {
     fake_device_stats stats;
     fake_device_get_stats(0, &stats);
     CHECK(stats.n_graphs == 3 + 1);  // 256, 256 and 96 that are hot with the padding, the cold ones
-    compare_nmse(expected, y, f32_nmse);
+    check_nmse(expected, y, f32_nmse);
     block.gpu.reset();
     fake_device_set_memory(0, 100 << 20);
 }

@@ -20,9 +20,9 @@ from powerinfer_py import _core, cli
 from powerinfer_py import format as pi_format
 from powerinfer_py.errors import OptionError, PlanError
 from powerinfer_py.tools import place_model
-from powerinfer_py.tools.arguments import device_memory
+from powerinfer_py.tools.arguments import device_memory, open_plan
 from powerinfer_py.tools.hardware import Cpu, Gpu, Hardware, write_hardware
-from powerinfer_py.tools.place_model import PlaceOptions, layer_devices, open_plan, place
+from powerinfer_py.tools.place_model import PlaceOptions, layer_devices, place
 
 GPU = Gpu("GPU 0", 1 << 30, 1e12, {"f32": 9e11}, 2e10, 2e10, 1e-7)
 CPU = Cpu("CPU", 64 << 30, 5e10, {"f32": 4e10}, 8)

@@ -74,7 +74,7 @@ def arguments(options: tp.TrainOptions, *more: str) -> list[str]:
 
 def shards_of(options: tp.TrainOptions) -> Shards:
     """Those that a run with keep left."""
-    plan, _ = tp.open_plan(options)
+    plan, _ = tp.plan_to_train(options)
     layers = tp.chosen_layers(plan, options)
     n_ff = {i: plan.layers[i].n_ff for i in layers}
     n_windows = options.tokens // options.ctx
@@ -128,7 +128,7 @@ def test_active_sets_are_those_that_the_core_counts(
 def test_shards_hold_what_a_plain_computation_gives(options: tp.TrainOptions) -> None:
     train(dataclasses.replace(options, keep=True))
     shards = shards_of(options)
-    plan, base = tp.open_plan(options)
+    plan, base = tp.plan_to_train(options)
     inputs: dict[int, list[np.ndarray]] = {0: [], 1: []}
     with text_runner.Runner(
         options.out, options.model, n_ctx=N_CTX, n_threads=1, sparsity="exact", note=print
@@ -541,6 +541,6 @@ def test_kept_results_are_read_back(options: tp.TrainOptions) -> None:
 
 
 def _task(options: tp.TrainOptions) -> train_layer.LayerTask:
-    plan, base = tp.open_plan(options)
+    plan, base = tp.plan_to_train(options)
     options = dataclasses.replace(options, device="cpu")
     return tp._tasks(options, plan, base, [0, 1], shards_of(options), DEAR_GATE)[0]

@@ -1,4 +1,4 @@
-"""What the verbs' command lines share: types of arguments, checks of outputs, and packages that an extra brings."""
+"""What the verbs' command lines share: types of arguments, checks of outputs, the plan of a model, packages that an extra brings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import math
 import re
 from pathlib import Path
 
-from powerinfer_py.errors import OptionError
+from powerinfer_py import format as pi_format
+from powerinfer_py.errors import OptionError, PlanError
 from powerinfer_py.format import SIDECAR_SUFFIX
 
 
@@ -110,3 +111,28 @@ def need_packages(where: str, extra: str, *packages: str, otherwise: str = "") -
         raise OptionError(
             f"{where}: {', '.join(missing)} isn't installed; expected it; pip install 'powerinfer_py[{extra}]'{otherwise}."
         )
+
+
+def open_plan(model: Path, base: Path | None) -> tuple[pi_format.Plan, pi_format.BaseModel]:
+    """A plan and its base model.
+
+    Args:
+        model: a GGUF with its plan beside it, or a plan.
+        base: the plan's base; None: embedded, beside it, or the model itself.
+
+    Returns:
+        Both.
+
+    Raises:
+        FormatError: a file is damaged.
+        PlanError: there is no plan, or it is another model's.
+    """
+    if not pi_format.is_extended(model):
+        sidecar = pi_format.find_sidecar(model)
+        if sidecar is None:
+            raise PlanError(
+                f"{model}: there is no plan beside it; expected one; run `powerinfer profile {model}` first."
+            )
+        model, base = sidecar, base or model
+    plan = pi_format.read_plan(model)
+    return plan, plan.open_base(base)

@@ -26,7 +26,7 @@ from powerinfer_py.bench_report import names
 from powerinfer_py.errors import OptionError, PlanError
 from powerinfer_py.gguf_file import row_type_name
 
-from .arguments import count_of, device_memory, need_packages
+from .arguments import count_of, device_memory, need_packages, open_plan
 from .hardware import Hardware, find_hardware, shipped_hardware
 from .placement import (
     NeuronRows,
@@ -573,31 +573,6 @@ def run(args: argparse.Namespace) -> int:
     console = Console()
     print_split(split, console if console.is_terminal else Console(width=_WIDTH))
     return 0
-
-
-def open_plan(model: Path, base: Path | None) -> tuple[pi_format.Plan, pi_format.BaseModel]:
-    """A plan and its base model.
-
-    Args:
-        model: a GGUF with its plan beside it, or a plan.
-        base: the plan's base; None: embedded, beside it, or the model itself.
-
-    Returns:
-        Both.
-
-    Raises:
-        FormatError: a file is damaged.
-        PlanError: there is no plan, or it is another model's.
-    """
-    if not pi_format.is_extended(model):
-        sidecar = pi_format.find_sidecar(model)
-        if sidecar is None:
-            raise PlanError(
-                f"{model}: there is no plan beside it; expected one; run `powerinfer profile {model}` first."
-            )
-        model, base = sidecar, base or model
-    plan = pi_format.read_plan(model)
-    return plan, plan.open_base(base)
 
 
 def _devices_here(hardware: Hardware, options: PlaceOptions) -> tuple[str, ...]:

@@ -32,7 +32,6 @@ from powerinfer_py.format import (
     atomic_path,
     find_sidecar,
     is_extended,
-    read_plan,
     write_plan,
 )
 
@@ -168,7 +167,7 @@ class Training:
 # ---- The whole -----------------------------------------------------------------------------------------------------
 
 
-def open_plan(options: TrainOptions) -> tuple[Plan, BaseModel]:
+def plan_to_train(options: TrainOptions) -> tuple[Plan, BaseModel]:
     """The plan to train for, and its base.
 
     Args:
@@ -182,14 +181,7 @@ def open_plan(options: TrainOptions) -> tuple[Plan, BaseModel]:
         PlanError: there is no plan, it isn't the model's, or it doesn't say what is inactive.
         OptionError: layers that can't be trained.
     """
-    path, base_path = options.model, options.base
-    if not is_extended(path):
-        sidecar = find_sidecar(path)
-        if sidecar is None:
-            raise PlanError(f"{path}: there is no plan beside it; expected one; run `powerinfer profile {path}` first.")
-        path, base_path = sidecar, path
-    plan = read_plan(path)
-    base = plan.open_base(base_path)
+    plan, base = arguments.open_plan(options.model, options.base)
     check_has_inactive(plan)
     for i in options.layers or ():
         if not 0 <= i < plan.n_layer or not plan.layers[i].n_ff:
@@ -227,7 +219,7 @@ def make_training(options: TrainOptions, steps: Steps, note: Callable[[str], Non
         OptionError: an option can't be used, or torch is missing.
     """
     options = _with_kind(options, note)
-    plan, base = open_plan(options)
+    plan, base = plan_to_train(options)
     layers = chosen_layers(plan, options)
     n_threads = options.threads or _core.physical_cores()
     without = "threshold" if plan.activation in CALIBRATED_ACTIVATIONS else "exact"
