@@ -121,9 +121,7 @@ class Stats:
     copy_us: int = 0  # the host spent in copies between itself and devices
     copied_bytes: int = 0
     gpu_read_bytes: int = 0  # FFN bytes read by devices
-    gpu_share: float | None = (
-        None  # of the neurons whose gate rows were read, computed by devices; None without a split
-    )
+    gpu_share: float | None = None  # gate rows that devices read / gate rows read; None without a split
     gpu_active_share: float | None = None  # of the active neurons, on devices; counted while there is a trace
     n_blocks_whole: int = 0  # FFN blocks computed whole
     n_blocks_by_op: int = 0  # FFN blocks computed op by op (LoRA, eval callbacks)
