@@ -1074,7 +1074,7 @@ Raises:
         .def_ro("split_text", &powerinfer::budget_decision::split_text, "'FFN split: ...', one line; '' where nobody asked.")
         .def_ro("notes", &powerinfer::budget_decision::notes, "Fallbacks, one line each.")
         .def_ro("n_gpu_layers", &powerinfer::budget_decision::n_gpu_layers, "As llama.cpp counts: the output is one too.")
-        .def_ro("n_hot", &powerinfer::budget_decision::n_hot, "(n_layer) neurons of each layer on a device; [] without a split.")
+        .def_ro("n_hot", &powerinfer::budget_decision::n_hot, "(n_layer) neurons of each layer on a device; [] without a split, all 0 when only prompts go there.")
         .def_ro("i_device", &powerinfer::budget_decision::i_device, "(n_layer) index into gpus.")
         .def_ro("hot_bytes", &powerinfer::budget_decision::hot_bytes, "(n_devices) bytes left for hot neurons; [] without a plan.")
         .def_ro("is_saved", &powerinfer::budget_decision::is_saved, "The split is the plan's saved placement.")

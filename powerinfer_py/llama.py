@@ -85,7 +85,9 @@ class Memory:
     devices: tuple[DeviceMemory, ...] = ()  # empty unless there was a budget and a device
     cpu: DeviceMemory | None = None
     n_gpu_layers: int = 0  # as llama.cpp counts: the output is one too
-    n_hot: tuple[int, ...] = ()  # neurons of each layer on a device; empty without a split
+    n_hot: tuple[
+        int, ...
+    ] = ()  # neurons of each layer on a device; empty without a split, 0 where only prompts go there
     i_device: tuple[int, ...] = ()  # index into devices
     share_neurons: float = 0.0  # of the plan's neurons, on a device
     share_activations: float = 0.0  # of the expected activations, on a device

@@ -285,6 +285,28 @@ def noted(path: Path, plan: Path) -> dict[str, list[str]]:
     return out
 
 
+def prompt_without_hot_neurons(model: Path, plan: Path, offload_tokens: int) -> tuple[int, Any, dict[str, Any], int]:
+    """Hot neurons, the device's memory as decided, and what a prompt did; the last: bytes that the device held at most."""
+    fake = devices.FakeDevices()
+    fake.set_offload(offload_tokens)
+    fake.reset_stats()
+    with Llama(str(model), plan=plan, verbose=False, vram_budget="64MiB", **CONTEXT) as llm:
+        llm.eval(list(range(300, 340)))
+        memory = llm.memory()
+        return sum(memory.n_hot), memory.devices[0], vars(llm.stats()), fake.stats().peak_bytes
+
+
+@pytest.mark.parametrize("offload_tokens", [0, 32])
+def test_prompts_go_to_the_device_where_it_asks_also_when_no_neuron_is_hot(
+    tiny_model: Callable[..., Path], tiny_plan: Callable[..., Path], offload_tokens: int
+) -> None:
+    small = tiny_model()  # a hand-over takes longer than its neurons
+    n_hot, use, stats, held = devices.run_in_child(prompt_without_hot_neurons, small, tiny_plan(small), offload_tokens)
+    assert n_hot == 0 and use.ffn_bytes == 0
+    assert (use.scratch_bytes > 0) == (stats["gpu_share"] is not None) == (offload_tokens > 0)
+    assert use.total_bytes - ROUNDING_BYTES <= held <= use.budget_bytes
+
+
 def test_one_line_in_every_case(model: Path, plan: Path) -> None:
     found = devices.run_in_child(noted, model, plan)
     assert found["none"] == ["FFN split: none, because no VRAM budget was given; give one, e.g. 8GiB or 75%."]

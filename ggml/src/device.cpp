@@ -935,6 +935,9 @@ bool ggml_backend_powerinfer_plan_split_bytes(
             if (self->data.layers[i].n_ff > 0 && (split->i_device ? split->i_device[i] : 0) == i_device) {
                 gpu_layer_shape shape = planned_shape(self->data, i, split->n_hot[i]);
                 shape.streams = stream_tokens_of(device, shape, split->stream_tokens) > 0;
+                if (shape.n_hot == 0 && !shape.streams) {
+                    continue;  // the CPU's alone
+                }
                 const size_t i_store = store_index(stores, i, shape);
                 row_bytes[i_device] += stores[i_store]->rows_bytes(shape);
                 shapes[i_store].push_back(shape);

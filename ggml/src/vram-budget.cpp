@@ -380,9 +380,15 @@ status place_neurons(ggml_backend_powerinfer_plan_t plan, const float * tensor_s
             scratch = needed;
         }
     }
+    // Without hot neurons the scratch memory still serves prompts, where it fits.
+    const bool any_hot = std::any_of(rows.begin(), rows.end(), [](uint64_t n) { return n > 0; });
+    out.only_streams = !any_hot && out.stream_tokens == 0 && !asked.disable_index;
+    for (size_t i = 0; i < out.gpus.size(); ++i) {
+        out.only_streams = out.only_streams && out.gpus[i].dense_bytes() + scratch[i] <= out.gpus[i].budget_bytes;
+    }
     for (size_t i = 0; i < out.gpus.size(); ++i) {
         out.gpus[i].ffn_bytes = rows[i];
-        out.gpus[i].scratch_bytes = rows[i] > 0 ? scratch[i] : 0;
+        out.gpus[i].scratch_bytes = rows[i] > 0 || out.only_streams ? scratch[i] : 0;
     }
     out.hot_bytes = request.capacity_bytes;
     out.is_saved = placed.is_saved;
@@ -414,7 +420,9 @@ status no_room(const std::vector<memory_use> & gpus, const dry_run & run, const 
 
 // Ends with "FFN split: none, because <reason>".
 status without_split(const budget_request & request, budget_decision & out, const std::string & reason, bool is_fallback) {
-    out.n_hot.clear();
+    if (!out.only_streams) {
+        out.n_hot.clear();
+    }
     out.split_text = "FFN split: none, because " + reason;
     return request.require_split || (is_fallback && request.strict) ? status::error(out.split_text) : status();
 }
@@ -569,6 +577,11 @@ status budget_decide(ggml_backend_powerinfer_plan_t plan, const std::string & pa
                     return status::error(text);
                 }
                 out.notes.push_back(text);
+            } else {
+                out.stream_tokens = 0;
+                if (status result = place_neurons(plan, params.tensor_split, request, out, placed, has_room); !result.ok()) {
+                    return result;
+                }
             }
         }
     }

@@ -60,6 +60,7 @@ struct budget_decision {
     bool is_saved = false;                  // the plan's saved placement
     int64_t max_tokens = 0;                 // n_ubatch
     int64_t stream_tokens = -1;             // as in ggml-powerinfer.h: 0 as op_offload would, -1 never
+    bool only_streams = false;              // no neuron is hot, and the device computes prompts if it asks for them
     double share_neurons = 0.0;
     double share_activations = 0.0;
     std::vector<memory_use> gpus;
