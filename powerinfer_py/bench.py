@@ -34,7 +34,7 @@ from powerinfer_py.bench_machine import (
 from powerinfer_py.bench_report import counts, figure, names, percents, print_table, write_csv, write_json
 from powerinfer_py.errors import OptionError, PlanError
 from powerinfer_py.format import SIDECAR_SUFFIX, BaseModel, Plan, find_sidecar, is_extended, read_plan
-from powerinfer_py.llama import SPARSITY_MODES, GpuOptions, Llama, Stats, load_stock
+from powerinfer_py.llama import SPARSITY_MODES, GpuOptions, Llama, Stats, load_stock, stock_llama
 
 STOCK = "stock"
 
@@ -510,9 +510,8 @@ def compare_with_stock(llama: Llama, tokens: list[int], n_gen: int, repeats: int
     _check_has_plan(llama)
     n_gen = max(1, min(n_gen, len(tokens) - 1))
     prompt, decoded = tokens[:-n_gen], tokens[-n_gen:]
-    with_stock = load_stock(
+    with_stock = stock_llama(
         _stock_path(open_files(llama.model_path, None)[0]),
-        GpuOptions(),
         n_ctx=llama.n_ctx(),
         n_threads=llama.n_threads,
         n_threads_batch=llama.n_threads,

@@ -217,6 +217,9 @@ status block_options(const ffn_block & block, bool has_residual, ffn_options & o
 }
 
 void trace_block(opened_plan * owner, int i_layer, int64_t n_tokens, double begin_s, const hybrid_times & times) {
+    if (!owner->counts_hot) {
+        return;
+    }
     ggml_backend_powerinfer_trace_t trace;
     void * user_data;
     {

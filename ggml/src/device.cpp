@@ -368,9 +368,17 @@ ffn_store * store_of(const ggml_tensor * tensor) {
     return is_ffn_weight(weight.kind) ? buffer_of(tensor->buffer)->stores[weight.i_layer].get() : nullptr;
 }
 
-bool uses_own_kernels(const plan & data, ggml_backend_dev_t device, int i_layer) {
+std::vector<hot_neuron> hot_neurons(const plan & data, ggml_backend_dev_t device) {
     const std::vector<std::unique_ptr<gpu_store>> stores = stores_of(device);
-    return store_index(stores, i_layer, planned_shape(data, i_layer, 1)) + 1 < stores.size();
+    std::vector<hot_neuron> found(data.layers.size());
+    for (size_t i = 0; i < found.size(); ++i) {
+        if (data.layers[i].n_ff > 0) {
+            const gpu_layer_shape shape = planned_shape(data, static_cast<int>(i), 1);
+            const size_t i_store = store_index(stores, static_cast<int>(i), shape);
+            found[i] = {stores[i_store]->neuron_bytes(shape), i_store + 1 < stores.size()};
+        }
+    }
+    return found;
 }
 
 const hybrid_layer * hybrid_of(const ggml_tensor * tensor) {

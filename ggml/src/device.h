@@ -111,8 +111,12 @@ opened_plan * plan_of(const ggml_tensor * tensor);  // nullptr when the tensor i
 weight_ref weight_of(const ggml_tensor * tensor);
 ffn_store * store_of(const ggml_tensor * tensor);   // the repacked weights of the tensor's layer, or nullptr
 
-// Does the device compute the layer with our kernels, which skip inactive hot neurons?
-bool uses_own_kernels(const plan & data, ggml_backend_dev_t device, int i_layer);
+// A hot neuron of a layer on a device, before anything is loaded.
+struct hot_neuron {
+    uint64_t bytes = 0;           // 0: the layer isn't covered
+    bool skips_inactive = false;  // our kernels compute the layer
+};
+std::vector<hot_neuron> hot_neurons(const plan & data, ggml_backend_dev_t device);  // (n_layer)
 
 const hybrid_layer * hybrid_of(const ggml_tensor * tensor);  // the layer's split, or nullptr
 

@@ -31,7 +31,7 @@ row_seconds seconds_at(double bytes_s, const plan & data, const plan_layer & lay
     return rows;
 }
 
-placement_layer problem_layer(const plan & data, int i_layer, ffn_mode mode, uint64_t neuron_bytes, bool reads_all, int32_t i_device) {
+placement_layer problem_layer(const plan & data, int i_layer, ffn_mode mode, const hot_neuron & hot, int32_t i_device) {
     const plan_layer & layer = data.layers[i_layer];
     placement_layer out;
     if (layer.n_ff == 0) {
@@ -41,7 +41,7 @@ placement_layer problem_layer(const plan & data, int i_layer, ffn_mode mode, uin
     out.n_ff = layer.n_ff;
     out.frequency = layer.neuron_frequency.empty() ? nullptr : layer.neuron_frequency.data();
     out.mean_frequency = mean;
-    out.neuron_bytes = neuron_bytes;
+    out.neuron_bytes = hot.bytes;
     out.i_device = i_device;
     out.sync_s = sync_s;
     double candidate_ratio = 0.0;
@@ -49,7 +49,7 @@ placement_layer problem_layer(const plan & data, int i_layer, ffn_mode mode, uin
         candidate_ratio = layer.predictor_density > 0.0f && mean > 0.0 ? layer.predictor_density / mean : 1.0;
     }
     out.cpu = placement_neuron_cost(seconds_at(cpu_bytes_s, data, layer), candidate_ratio, mode == ffn_mode::dense);
-    out.gpu = placement_neuron_cost(seconds_at(gpu_bytes_s, data, layer), candidate_ratio, reads_all || mode == ffn_mode::dense);
+    out.gpu = placement_neuron_cost(seconds_at(gpu_bytes_s, data, layer), candidate_ratio, !hot.skips_inactive || mode == ffn_mode::dense);
     out.min_hot = placement_min_hot(out);
     return out;
 }
@@ -70,12 +70,15 @@ status plan_place(ggml_backend_powerinfer_plan_t handle, const place_request & r
     } else {
         placement_problem problem;
         problem.capacity_bytes = request.capacity_bytes;
+        std::vector<std::vector<hot_neuron>> hot;  // (n_devices, n_layer)
+        for (const ggml_backend_dev_t device : request.devices) {
+            hot.push_back(hot_neurons(data, device));
+        }
         {
             std::lock_guard<std::mutex> lock(self->mutex);
             for (int i = 0; i < n_layer; ++i) {
-                const ggml_backend_dev_t device = request.devices[request.i_device[i]];
-                problem.layers.push_back(problem_layer(data, i, self->layers[i].mode, ggml_backend_powerinfer_plan_neuron_bytes(handle, device, i),
-                                                       !uses_own_kernels(data, device, i), request.i_device[i]));
+                const int32_t i_device = request.i_device[i];
+                problem.layers.push_back(problem_layer(data, i, self->layers[i].mode, hot[i_device][i], i_device));
             }
         }
         placement_result placed;

@@ -111,13 +111,7 @@ ggml_tensor * neuron_values(ggml_context * ctx, const gpu_tensors & w, bool gate
 // A buffer that tensors are laid out in, one behind the other.
 class arena {
 public:
-    arena() = default;
-    explicit arena(ggml_backend_buffer_t buffer, size_t begin_bytes = 0) : tallocr_(ggml_tallocr_new(buffer)) { tallocr_.offset += begin_bytes; }
-
-    // Bytes that a tensor may take.
-    static size_t room(ggml_backend_buffer_type_t type, const ggml_tensor * tensor) {
-        return ggml_backend_buft_get_alloc_size(type, tensor) + alignment_bytes;
-    }
+    explicit arena(ggml_backend_buffer_t buffer) : tallocr_(ggml_tallocr_new(buffer)) {}
 
     // Places what isn't placed yet. An error when the room doesn't suffice.
     status place(ggml_tensor * tensor) {
@@ -129,8 +123,9 @@ public:
         if (tensor->buffer != nullptr) {
             return {};
         }
-        const size_t left = ggml_backend_buffer_get_size(tallocr_.buffer) - std::min(tallocr_.offset, ggml_backend_buffer_get_size(tallocr_.buffer));
-        const size_t wanted = room(ggml_backend_buffer_get_type(tallocr_.buffer), tensor);
+        const size_t size = ggml_backend_buffer_get_size(tallocr_.buffer);
+        const size_t left = size - std::min(tallocr_.offset, size);
+        const size_t wanted = ggml_backend_buft_get_alloc_size(ggml_backend_buffer_get_type(tallocr_.buffer), tensor) + alignment_bytes;
         if (wanted > left || ggml_tallocr_alloc(&tallocr_, tensor) != GGML_STATUS_SUCCESS) {
             return status::error("GPU scratch: " + std::to_string(left) + " bytes are left; " + std::to_string(wanted) +
                                  " are needed; this is an error in powerinfer.");
@@ -149,7 +144,7 @@ public:
     }
 
 private:
-    ggml_tallocr tallocr_ = {};
+    ggml_tallocr tallocr_;
 };
 
 // --- store ---
