@@ -27,3 +27,7 @@ class ClosedError(PowerInferError, RuntimeError):
 
 class NoiseError(PowerInferError, RuntimeError):
     """A benchmark ran on a machine that did too much else; its figures mean nothing."""
+
+
+class QueueFullError(PowerInferError, RuntimeError):
+    """A server has as many requests waiting as it may have; try again later."""

@@ -88,6 +88,11 @@ PYTHON_IMPORTS = {
     "bench": {"errors", "format", "gguf_file", "_core", "llama", "bench_machine", "bench_report", "bench_kernels"},
     "cli": {"errors", "format", "gguf_file", "_core", "llama", "bench", "__init__"},
 }
+# The same for powerinfer_py/serving/; "serving.x" is a module of that folder.
+SERVING_IMPORTS = {
+    "__init__": set(),
+    "requests": set(),
+}
 
 
 def tracked_files() -> list[Path]:
@@ -176,6 +181,19 @@ def test_package_module_imports_only_lower_ones(path: Path) -> None:
     assert imported & known <= PYTHON_IMPORTS[path.stem]
 
 
+@pytest.mark.parametrize("path", sorted((PACKAGE / "serving").glob("*.py")), ids=lambda p: p.stem)
+def test_serving_module_imports_only_lower_ones(path: Path) -> None:
+    imported = set()
+    for name in imported_modules(path):
+        parts = name.split(".")
+        if parts[0] == "powerinfer_py" and len(parts) > 1:
+            imported.add(".".join(parts[1:3]) if parts[1] == "serving" else parts[1])
+    known = {p.stem for p in PACKAGE.glob("*.py")} | {"_core", "tools"}
+    known |= {f"serving.{p.stem}" for p in (PACKAGE / "serving").glob("*.py")}
+    assert path.stem in SERVING_IMPORTS, f"serving/{path.name} has no entry in tests/test_layers.py"
+    assert imported & known <= SERVING_IMPORTS[path.stem]
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "tools").glob("*.py")), ids=lambda p: p.stem)
 def test_tools_import_format_errors_and_each_other(path: Path) -> None:
     """`_core` and `Llama` too: profiling runs models."""
@@ -185,7 +203,7 @@ def test_tools_import_format_errors_and_each_other(path: Path) -> None:
 
 
 def test_package_doesnt_need_torch() -> None:
-    for path in PACKAGE.glob("*.py"):
+    for path in PACKAGE.rglob("*.py"):
         heavy = {name.split(".")[0] for name in imported_modules(path)} & {"torch", "scipy", "matplotlib"}
         assert not heavy, f"{path.name} imports {heavy}"
 
@@ -207,7 +225,7 @@ def test_no_absolute_path_of_a_machine() -> None:
 
 
 @pytest.mark.parametrize(
-    "path", [*sorted(PACKAGE.glob("*.py")), *sorted((ROOT / "tools").glob("*.py"))], ids=lambda p: p.stem
+    "path", [*sorted(PACKAGE.rglob("*.py")), *sorted((ROOT / "tools").glob("*.py"))], ids=lambda p: p.stem
 )
 def test_module_opens_with_one_to_three_lines_and_hides_no_standard_module(path: Path) -> None:
     text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
