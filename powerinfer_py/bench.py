@@ -33,7 +33,7 @@ from powerinfer_py.bench_machine import (
 )
 from powerinfer_py.bench_report import counts, figure, names, percents, print_table, write_csv, write_json
 from powerinfer_py.errors import OptionError, PlanError
-from powerinfer_py.format import SIDECAR_SUFFIX, BaseModel, Plan, find_sidecar, is_extended, read_plan
+from powerinfer_py.format import SIDECAR_SUFFIX, BaseModel, Plan, open_files
 from powerinfer_py.llama import SPARSITY_MODES, GpuOptions, Llama, Stats, load_stock, stock_llama
 
 STOCK = "stock"
@@ -914,15 +914,6 @@ def _check_has_plan(llama: Llama) -> None:
         raise PlanError(
             f"{llama.model_path}: it has no plan; expected one to measure; make one with powerinfer profile."
         )
-
-
-def open_files(model: str, plan: str | None) -> tuple[BaseModel, Plan | None]:
-    """The base model and the plan that belong to a model path."""
-    if is_extended(model):
-        found = read_plan(model)
-        return found.open_base(), found
-    path = plan or find_sidecar(model)
-    return BaseModel(model), None if path is None else read_plan(path)
 
 
 def _stock_path(base: BaseModel) -> str:

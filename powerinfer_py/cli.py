@@ -169,13 +169,14 @@ def run_model(args: argparse.Namespace) -> int:
     import llama_cpp
 
     from powerinfer_py import bench
+    from powerinfer_py.format import open_files
     from powerinfer_py.llama import Llama
 
     trace: list[dict[str, Any]] = []
     if args.timeline:
         plot = importlib.import_module("powerinfer_py.tools.plot_timeline")
         plot.check_plot()
-    base, _ = bench.open_files(args.model, args.plan)
+    base, _ = open_files(args.model, args.plan)
     n_ctx_train = base.files[0].get_int(f"{base.architecture}.context_length") or args.ctx_size
     options = {
         "sparsity": args.sparsity,

@@ -95,7 +95,15 @@ SERVING_IMPORTS = {
     "fair_queue": {"errors"},
     "text_assembly": {"serving", "serving.requests"},
     "sampler": {"errors", "llama", "serving.requests"},
-    "engine": {"errors", "llama", "serving.fair_queue", "serving.requests", "serving.sampler", "serving.text_assembly"},
+    "engine": {
+        "errors",
+        "format",
+        "llama",
+        "serving.fair_queue",
+        "serving.requests",
+        "serving.sampler",
+        "serving.text_assembly",
+    },
 }
 
 

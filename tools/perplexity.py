@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 
 from powerinfer_py import _core
-from powerinfer_py.bench import STOCK, open_files
+from powerinfer_py.bench import STOCK
 from powerinfer_py.bench_report import figure, names, print_table, write_json
 from powerinfer_py.errors import FormatError, OptionError, PlanError
-from powerinfer_py.format import BaseModel, Plan, bare_plan, is_extended
+from powerinfer_py.format import BaseModel, Plan, bare_plan, is_extended, open_files
 from powerinfer_py.llama import SPARSITY_MODES
 
 from .terminal import Steps, note_once, progress_steps
