@@ -39,6 +39,8 @@ LEVELS = {
     "plan-read.cpp": 1,
     "placement.h": 1,
     "placement.cpp": 1,
+    "upstream-tiles.h": 2,
+    "upstream-tiles.cpp": 2,
     "ffn.h": 2,
     "ffn-store.cpp": 2,
     "ffn-select.cpp": 2,
