@@ -718,7 +718,8 @@ class Engine:
             self._rates.append((time.monotonic(), n_prompt, n_generated))
 
     def _decode(self) -> None:
-        result = llama_cpp.llama_decode(self._context, self._batch.raw)
+        with self.llama._tiles:
+            result = llama_cpp.llama_decode(self._context, self._batch.raw)
         if result != 0:
             raise PowerInferError(f"llama_decode returned {result} for {self._batch.n_tokens} tokens; expected 0")
 
