@@ -118,6 +118,8 @@ class HttpError(PowerInferError):
             return cls(429, text, "rate_limit_error", code="rate_limit_exceeded", headers=headers)
         if isinstance(error, (OptionError, PlanError)):
             return cls(400, text, param=text.split(":")[0] if text.split(":")[0].isidentifier() else None)
+        if isinstance(error, UnicodeEncodeError):
+            return cls(400, "body: half of a surrogate pair; expected Unicode; correct the text.")
         if isinstance(error, RequestTimeoutError):
             # OpenAI's clients would send it again on their own.
             return cls(504, text, "timeout_error", code="timeout", headers={"x-should-retry": "false"})
@@ -129,9 +131,9 @@ class HttpError(PowerInferError):
             500, text if isinstance(error, PowerInferError) else "server: it failed; see its log.", "server_error"
         )
 
-    def response(self) -> JSONResponse:
-        """As it is sent."""
-        return JSONResponse(self.body, self.status, self.headers)
+    def response(self) -> Response:
+        """As it is sent; in ASCII, since what was found may be no Unicode."""
+        return Response(json.dumps(self.body), self.status, self.headers, media_type="application/json")
 
 
 def create_app(engine: Engine, options: ServeOptions = ServeOptions()) -> FastAPI:
@@ -477,6 +479,10 @@ class _Gate:
                 headers={"WWW-Authenticate": "Bearer"},
             )
         scope.setdefault("state", {})["owner"] = owner
+        # Anything else can come from a web page elsewhere, without the browser asking first.
+        kind = headers.get(b"content-type", "").partition(";")[0].strip().lower()
+        if scope["method"] == "POST" and kind != "application/json":
+            return HttpError(400, f"Content-Type: {kind!r}; expected application/json; send the body as that.")
         length = headers.get(b"content-length", "")
         if length.isdigit() and int(length) > self._serving.options.max_body_bytes:
             return _too_large(self._serving.options)
@@ -597,7 +603,7 @@ def _too_large(options: ServeOptions) -> HttpError:
 async def _send_error(request: Request, error: Exception) -> Response:
     """The answer to any error of a path, and to what the framework refuses."""
     if isinstance(error, RequestValidationError):
-        return _body_error(request, error).response()
+        return _body_error(error).response()
     if isinstance(error, AnyHTTPException):
         return _http_error(request, error).response()
     return HttpError.of(error).response()
@@ -615,17 +621,20 @@ def _http_error(request: Request, error: AnyHTTPException) -> HttpError:
     return HttpError(error.status_code, text, headers=dict(error.headers or {}))
 
 
-def _body_error(request: Request, error: RequestValidationError) -> HttpError:
+def _body_error(error: RequestValidationError) -> HttpError:
     """The first thing that is wrong with a body."""
-    first = error.errors()[0]
-    kind = request.headers.get("content-type", "").partition(";")[0].strip()
-    if kind != "application/json":
-        return HttpError(400, f"Content-Type: {kind!r}; expected application/json; send the body as that.")
+    errors = error.errors()
+    # A field of several types has errors for each; that it isn't a text says less than what is wrong with its list.
+    first = min((e for e in errors if e["loc"][:2] == errors[0]["loc"][:2]), key=lambda e: e["type"].endswith("_type"))
     if first["type"] == "json_invalid":
-        return HttpError(400, f"body: not JSON: {first['ctx']['error']}; expected an object; correct it.")
+        what = f"{first['ctx']['error']} at character {first['loc'][-1]}"
+        return HttpError(400, f"body: not JSON ({what}); expected an object; correct it.")
     names = [*first["loc"][1:], *([first["ctx"]["field"]] if first["type"] == "unknown_field" else [])]
     # Names of types in a choice of types aren't names of fields.
-    param = ".".join(str(name) for name in names if str(name).isidentifier() or isinstance(name, int)) or None
+    is_field = (isinstance(name, int) or (name.isidentifier() and name != "str") for name in names)
+    param = ".".join(str(name) for name, is_one in zip(names, is_field) if is_one) or None
     found = json.dumps(first.get("input"), default=str)
-    shown = "" if first["type"] == "unknown_field" else f" (found {found if len(found) < 80 else found[:77] + '...'})"
-    return HttpError(400, f"{param or 'body'}: {first['msg'].rstrip('.')}{shown}.", param=param)
+    if first["type"] == "unknown_field":
+        return HttpError(400, f"{param}: {first['msg']}", param=param)
+    found = found if len(found) < 80 else f"{found[:77]}..."
+    return HttpError(400, f"{param or 'body'}: {found}; {first['msg']}; correct it.", param=param)

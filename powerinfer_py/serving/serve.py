@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import importlib
 import logging
 import os
 import signal
@@ -12,8 +13,9 @@ import socket
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from powerinfer_py import bench
+from powerinfer_py import bench, hub
 from powerinfer_py.errors import OptionError
+from powerinfer_py.format import open_files
 from powerinfer_py.llama import SPARSITY_MODES
 
 if TYPE_CHECKING:
@@ -29,11 +31,13 @@ _logger = logging.getLogger("powerinfer_py")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `powerinfer serve`."""
-    _check_packages()
+    arguments = importlib.import_module("powerinfer_py.tools.arguments")
+    arguments.need_packages("serve", "serve", "fastapi", "uvicorn", "prometheus_client")
     from powerinfer_py.serving.app import ServeOptions
     from powerinfer_py.serving.engine import EngineOptions
 
-    parser.add_argument("model", help="a GGUF (its sidecar is found beside it), or an extended GGUF")
+    parser.add_argument("model", nargs="?", help="a GGUF (its sidecar is found beside it), or an extended GGUF")
+    hub.add_hub_arguments(parser)
     bench.add_load_arguments(parser)
     parser.add_argument("-t", "--threads", type=int, help="threads, for prompts too (default: physical cores allowed)")
     parser.add_argument("--sparsity", default="auto", help=f"{', '.join(SPARSITY_MODES)} (default: auto)")
@@ -124,7 +128,8 @@ def run(args: argparse.Namespace) -> int:
         )
     # Before the model is loaded: a port in use is said at once.
     with contextlib.closing(_bind(options)) as listener:
-        base, _ = bench.open_files(args.model, args.plan)
+        model = hub.resolve_model(args)
+        base, _ = open_files(model, args.plan)
         n_ctx_train = base.files[0].get_int(f"{base.architecture}.context_length") or args.ctx_size
         with (
             load_model(
@@ -163,6 +168,7 @@ def _serve(app: object, listener: socket.socket, options: ServeOptions) -> None:
                 print(f"listening on http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            app.state.serving.is_stopping = True
             timer = asyncio.get_running_loop().call_later(options.grace_s, app.state.serving.stop)
             await super().shutdown(sockets)
             timer.cancel()
@@ -189,20 +195,6 @@ def _serve(app: object, listener: socket.socket, options: ServeOptions) -> None:
         timeout_graceful_shutdown=round(options.grace_s) + _LAST_WORDS_S,
     )
     Server(config).run(sockets=[listener])
-
-
-def _check_packages() -> None:
-    missing = []
-    for name in ("fastapi", "uvicorn", "prometheus_client"):
-        try:
-            __import__(name)
-        except ImportError:
-            missing.append(name)
-    if missing:
-        raise OptionError(
-            f"packages: {', '.join(missing)} can't be imported; expected the extra serve; "
-            "run: pip install powerinfer_py[serve]"
-        )
 
 
 def _check_arguments(args: argparse.Namespace) -> None:
