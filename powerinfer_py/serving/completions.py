@@ -148,7 +148,9 @@ class ServedModel:
         self.tokenizer_ = self._llama.tokenizer_
         self.chat_format = self._llama.chat_format
         handler = self._llama.chat_handler or self._llama._chat_handlers.get(self.chat_format)
-        self._template = self.metadata.get(f"tokenizer.{self.chat_format}".removesuffix(".default")) if handler else None
+        self._template = (
+            self.metadata.get(f"tokenizer.{self.chat_format}".removesuffix(".default")) if handler else None
+        )
         self._chat_handler = handler or llama_chat_format.get_chat_completion_handler(self.chat_format)
         if self._template is None and self.chat_format == "llama-2":
             _logger.warning(
@@ -205,7 +207,9 @@ class ServedModel:
             n_vocab = self.n_vocab()
             for token in tokens:
                 if not 0 <= token < n_vocab:
-                    raise OptionError(f"prompt: token {token}; expected 0 to {n_vocab - 1}; send the model's own tokens.")
+                    raise OptionError(
+                        f"prompt: token {token}; expected 0 to {n_vocab - 1}; send the model's own tokens."
+                    )
         if tokens:
             return tokens
         if self.token_bos() == -1:
@@ -558,7 +562,9 @@ def check_grammar(grammar: LlamaGrammar | str) -> str:
         depth += 1 if mark == "(" else -1
         deepest = max(deepest, depth)
     if deepest > MAX_GRAMMAR_DEPTH:
-        raise OptionError(f"grammar: {deepest} nested parentheses; expected at most {MAX_GRAMMAR_DEPTH}; make it flatter.")
+        raise OptionError(
+            f"grammar: {deepest} nested parentheses; expected at most {MAX_GRAMMAR_DEPTH}; make it flatter."
+        )
     return text
 
 

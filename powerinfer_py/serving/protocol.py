@@ -157,7 +157,7 @@ class CompletionBody(_GenerationBody):
         str,
         Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES)],
         list[Token],
-        Annotated[list[list[Token]], Field(max_length=MAX_CHOICES)],
+        Annotated[list[list[Token]], Field(min_length=1, max_length=MAX_CHOICES)],
     ]
     max_tokens: Optional[int] = Field(16, ge=1)
     suffix: Optional[str] = None
@@ -168,7 +168,7 @@ class CompletionBody(_GenerationBody):
     @property
     def prompts(self) -> list[Union[str, list[int]]]:
         """Each text to continue."""
-        one = isinstance(self.prompt, str) or not isinstance(self.prompt[0], (str, list))
+        one = isinstance(self.prompt, str) or not self.prompt or not isinstance(self.prompt[0], (str, list))
         return [self.prompt] if one else list(self.prompt)  # type: ignore[list-item]
 
     @model_validator(mode="after")
@@ -321,7 +321,7 @@ class EmbeddingBody(Body):
         str,
         Annotated[list[str], Field(min_length=1, max_length=MAX_EMBEDDINGS)],
         Annotated[list[Token], Field(min_length=1)],
-        Annotated[list[Annotated[list[Token], Field(min_length=1)]], Field(max_length=MAX_EMBEDDINGS)],
+        Annotated[list[Annotated[list[Token], Field(min_length=1)]], Field(min_length=1, max_length=MAX_EMBEDDINGS)],
     ]
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Optional[int] = None
