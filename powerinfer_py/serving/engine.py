@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import collections
 import ctypes
+import itertools
 import logging
+import operator
 import os
 import queue
 import threading
@@ -289,6 +291,7 @@ class Engine:
             LayerSnapshot(layer.n_ff, layer.sparsity, layer.n_hot, None, None) for layer in self._layers
         ]
 
+        self._turn = llama._turns.take()
         self._thread = threading.Thread(target=self._run, name="powerinfer-engine", daemon=True)
         self._thread.start()
 
@@ -472,9 +475,9 @@ class Engine:
     # -- the engine's thread ---------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        turn = self.llama._turns.take()
         try:
-            llama_cpp.llama_memory_clear(self._memory, True)
+            self.llama._turns.check(self._turn)  # it is this thread's now
+            llama_cpp.llama_memory_clear(self._memory, False)
             while self._wait_for_work():
                 self._drop_ended()
                 self._admit()
@@ -487,7 +490,7 @@ class Engine:
                 self._failure = f"engine: it failed ({error}); expected it to run; see the log and start it again."
         finally:
             self._end_all()
-            self.llama._turns.give(turn)
+            self.llama._turns.give(self._turn)
 
     def _wait_for_work(self) -> bool:
         """Wait until there is something to do; False: the engine was closed."""
@@ -859,5 +862,4 @@ def _rate(part: int, whole: int) -> float | None:
 
 
 def _common_length(a: Sequence[int], b: Sequence[int]) -> int:
-    n = min(len(a), len(b))
-    return next((i for i in range(n) if a[i] != b[i]), n)
+    return next(itertools.compress(itertools.count(), map(operator.ne, a, b)), min(len(a), len(b)))
