@@ -169,24 +169,16 @@ def run_model(args: argparse.Namespace) -> int:
     """
     import llama_cpp
 
-<<<<<<< HEAD
-    from powerinfer_py import bench
-    from powerinfer_py.format import open_files
-=======
     from powerinfer_py import bench, hub
->>>>>>> chat
+    from powerinfer_py.format import open_files
     from powerinfer_py.llama import Llama
 
     trace: list[dict[str, Any]] = []
     if args.timeline:
         plot = importlib.import_module("powerinfer_py.tools.plot_timeline")
         plot.check_plot()
-<<<<<<< HEAD
-    base, _ = open_files(args.model, args.plan)
-=======
     model = hub.resolve_model(args)
-    base, _ = bench.open_files(model, args.plan)
->>>>>>> chat
+    base, _ = open_files(model, args.plan)
     n_ctx_train = base.files[0].get_int(f"{base.architecture}.context_length") or args.ctx_size
     options = {
         "sparsity": args.sparsity,
