@@ -33,6 +33,8 @@ from powerinfer_py.llama import SPARSITY_MODES, Llama, Stats
 Message = dict[str, str]  # role: system, user or assistant; content
 
 BLOCK = '"""'
+# Past its limit, llama_cpp goes on until a character is complete.
+_SPARE_TOKENS = 8
 _ROLES = ("system", "user", "assistant")
 
 COMMANDS = {
@@ -86,7 +88,7 @@ class ChatModel:
 
     def __init__(self, llama: Llama) -> None:
         self.llama = llama
-        self._n_prompt = self._n_cached = 0
+        self._n_prompt = self._n_cached = self._n_last = 0
 
     @property
     def n_ctx(self) -> int:
@@ -133,23 +135,32 @@ class ChatModel:
         llama = self.llama
         tokens = self.prompt(messages)
         self._n_prompt, self._n_cached = len(tokens), _n_common(llama._input_ids, tokens)
+        self._n_last = 0
         llama_cpp.llama_perf_context_reset(llama.ctx)
-        options = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed, "repeat_penalty": 1.0}
+        options = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed}
         chunks = llama.create_chat_completion(list(messages), stream=True, **options)
         is_prompt_done = False
-        with contextlib.closing(chunks):
-            for chunk in chunks:
-                choice = chunk["choices"][0]
-                piece = choice["delta"].get("content") or ""
-                if piece and not is_prompt_done:
-                    llama.reset_stats()  # figures of decoding alone
-                    is_prompt_done = True
-                yield piece, choice["finish_reason"]
+        try:
+            with contextlib.closing(chunks):
+                for chunk in chunks:
+                    choice = chunk["choices"][0]
+                    piece = choice["delta"].get("content") or ""
+                    if piece and not is_prompt_done:
+                        llama.reset_stats()  # figures of decoding alone
+                        is_prompt_done = True
+                    # At a limit the last token isn't computed any more.
+                    self._n_last = int(choice["finish_reason"] == "length")
+                    yield piece, choice["finish_reason"]
+        except RuntimeError:
+            # A character longer than the spare tokens: the context has no slot left.
+            if llama.n_tokens < self.n_ctx:
+                raise
+            yield "", "length"
 
     def speed(self) -> Speed:
         """What the last answer took, also when it was stopped."""
         times = llama_cpp.llama_perf_context(self.llama.ctx)
-        n_generated = max(self.llama.n_tokens - self._n_prompt, 0)
+        n_generated = max(self.llama.n_tokens - self._n_prompt + self._n_last, 0)
         tok_s = times.n_eval * 1000 / times.t_eval_ms if times.t_eval_ms and n_generated else None
         return Speed(self._n_prompt, self._n_cached, n_generated, tok_s)
 
@@ -209,6 +220,7 @@ class Chat:
         self._model = model
         self._show = show
         self._say = say
+        self.stopped = False  # the last answer, by Ctrl-C
         self._seeds = random.Random(options.seed)
         self._n_dropped = 0  # turns from the start that aren't sent any more
         self._totals = {"answers": 0, "tokens": 0, "read": 0, "dense": 0}
@@ -279,6 +291,7 @@ class Chat:
                     answer.append(piece)
                     view.add(piece)
         self.turns.append({"role": "assistant", "content": "".join(answer)})
+        self.stopped = interrupts.stopped
         self._last = self._model.speed()
         stats = self._model.llama.stats()
         for name, n in (
@@ -288,7 +301,7 @@ class Chat:
             ("dense", stats.dense_bytes),
         ):
             self._totals[name] += n
-        if interrupts.stopped:
+        if self.stopped:
             end = "stopped; "
         elif reason != "length":
             end = ""
@@ -307,15 +320,15 @@ class Chat:
         dropped = self._n_dropped
         while True:
             messages = [*_system(self.system), *self.turns[dropped:]]
-            room = n_ctx - len(self._model.prompt(messages))
+            room = n_ctx - len(self._model.prompt(messages)) - _SPARE_TOKENS
             if room >= wanted:
                 break
             if dropped + 2 >= len(self.turns):
                 if room > 0:
                     break
                 raise OptionError(
-                    f"message: it needs {n_ctx - room} tokens with the system message; expected fewer than the context's "
-                    f"{n_ctx}; shorten it, or start with a larger -c."
+                    f"message: it needs {n_ctx - room} tokens with the system message and {_SPARE_TOKENS} to spare; expected "
+                    f"fewer than the context's {n_ctx}; shorten it, or start with a larger -c."
                 )
             # Half of the context at once: every drop makes the model read the rest again.
             wanted = n_ctx // 2
@@ -349,7 +362,7 @@ class Chat:
             speed = f"{last.tok_s:.1f} tokens/s" if last.tok_s else "too short for a speed"
             lines += [
                 f"last answer: {speed}, {last.n_generated} tokens; prompt {last.n_prompt} tokens, {last.n_cached} of them "
-                "from the answer before",
+                "still in the context",
                 f"context: {llama.n_tokens} of {self._model.n_ctx} tokens",
                 f"{totals['answers']} answers, {totals['tokens']} tokens"
                 + (f", {_skipped(totals['read'], totals['dense'])}" if totals["dense"] else ""),
@@ -604,9 +617,17 @@ def make_prompt(say: Callable[[str], None], **streams: Any) -> Callable[[], str 
         What asks for one message: it gives its text, or None for Ctrl-D, and for Ctrl-C where nothing was typed.
     """
     from prompt_toolkit import PromptSession
-    from prompt_toolkit.completion import NestedCompleter
+    from prompt_toolkit.completion import Completer, Completion
     from prompt_toolkit.key_binding import KeyBindings
     from prompt_toolkit.shortcuts import CompleteStyle
+
+    class Commands(Completer):
+        def get_completions(self, document: Any, _: Any) -> Iterator[Completion]:
+            command, space, mode = document.text_before_cursor.partition(" ")
+            typed, known = (mode, SPARSITY_MODES) if command == "/sparsity" and space else (command + space, COMMANDS)
+            for word in known if command.startswith("/") else ():
+                if word.startswith(typed):
+                    yield Completion(word, -len(typed))
 
     keys = KeyBindings()
 
@@ -621,14 +642,13 @@ def make_prompt(say: Callable[[str], None], **streams: Any) -> Callable[[], str 
     def _(event: Any) -> None:
         event.current_buffer.insert_text("\n")
 
-    modes = dict.fromkeys(SPARSITY_MODES)
     session: PromptSession[str] = PromptSession(
         "> ",
         multiline=True,
         prompt_continuation="  ",
         history=_history(say),
         key_bindings=keys,
-        completer=NestedCompleter.from_nested_dict({name: modes if name == "/sparsity" else None for name in COMMANDS}),
+        completer=Commands(),
         complete_while_typing=False,
         complete_style=CompleteStyle.READLINE_LIKE,
         **streams,
@@ -749,30 +769,37 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _converse(llama: Llama, options: ChatOptions, first: str | None, is_terminal: bool) -> int:
-    console = Console(highlight=False, soft_wrap=True, stderr=not is_terminal)
+    console = Console(highlight=False, soft_wrap=not is_terminal, stderr=not is_terminal)
     is_rendered = is_terminal and not console.is_dumb_terminal
 
     def say(text: str) -> None:
         console.print(escape(text), style="dim")
 
-    chat = Chat(ChatModel(llama), options, (lambda: MarkdownView(Console())) if is_rendered else PlainView, say)
-    ask = make_prompt(say) if is_terminal else lambda: read_message(sys.stdin)
+    chat = Chat(ChatModel(llama), options, (lambda: MarkdownView(console)) if is_rendered else PlainView, say)
     if is_terminal:
-        say(
-            f"{os.path.basename(llama.model_path)}, sparsity {llama.sparsity}, {llama.n_ctx()} tokens; /help, Ctrl-D leaves"
-        )
+        ask = make_prompt(say)
+        say(f"{os.path.basename(llama.model_path)}, sparsity {llama.sparsity}, {llama.n_ctx()} tokens; /help")
+    else:
+        sys.stdin.reconfigure(errors="replace")
+
+        def ask() -> str | None:
+            return read_message(sys.stdin)
+
     code = 0
-    text = first
     if first is not None and is_terminal:
         console.print(f"> {escape(first)}")
-    while True:
-        if text is None and (text := ask()) is None:
-            return code
+    text = ask() if first is None else f" {first}"
+    while text is not None:
         try:
             with _no_echo() if is_terminal else contextlib.nullcontext():
                 if not chat.handle(text):
-                    return code
+                    break
         except PowerInferError as error:
             console.print(f"powerinfer: {escape(str(error))}", style="red")
             code = 0 if is_terminal else 1
-        text = None
+        if is_terminal:
+            console.print()
+        elif chat.stopped:
+            raise KeyboardInterrupt
+        text = ask()
+    return code
