@@ -10,6 +10,7 @@ import functools
 import hashlib
 import os
 import platform
+import socket
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ LOCAL = "local"  # the address of a Ray that is started on this machine, for thi
 # Of a file's digest: so many pieces, evenly spread. A smaller file is read whole.
 _N_PIECES = 256
 _PIECE_BYTES = 4096
+_CONNECT_S = 10.0
 
 
 # ---- Ray -----------------------------------------------------------------------------------------------------------
@@ -58,10 +60,10 @@ class Cluster:
         self._pending: set[Any] = set()
         self._is_ours = not ray.is_initialized()
         if self._is_ours:
+            _check_address(address)
             options: dict[str, Any] = {"address": address}
             if address == LOCAL:
-                # nobody else can give it work
-                options |= {"_node_ip_address": "127.0.0.1", "include_dashboard": False}
+                options["include_dashboard"] = False
                 options["num_cpus"] = max(n_cpus, _core.physical_cores())
             try:
                 ray.init(
@@ -71,10 +73,7 @@ class Cluster:
                     logging_level="INFO" if verbose else "ERROR",
                 )
             except (ConnectionError, RuntimeError, ValueError) as error:
-                raise OptionError(
-                    f"ray: {address}: {_first_line(error)}; expected a Ray cluster that this machine belongs to; start "
-                    "it with `ray start`, or leave the address out for one on this machine."
-                ) from None
+                raise _no_cluster(address, _first_line(error).partition(". ")[0]) from None
         most = max((node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]), default=0)
         if most < n_cpus:
             note(
@@ -159,6 +158,26 @@ class Cluster:
         while keys:
             (task,), _ = self._ray.wait(list(keys))
             yield keys.pop(task), self.result(task)
+
+
+def _check_address(address: str) -> None:
+    """Refuses what Ray would wait for in vain, for minutes."""
+    if address in (LOCAL, "auto"):
+        return
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
+    except ValueError:
+        raise OptionError(f"ray: {address!r}; expected `auto` or host:port; or leave the address out.") from None
+    except OSError as error:
+        raise _no_cluster(address, error.strerror or str(error)) from None
+
+
+def _no_cluster(address: str, why: str) -> OptionError:
+    return OptionError(
+        f"ray: {address}: {why}; expected a Ray cluster that this machine belongs to; start it with `ray start`, or leave "
+        "the address out for one on this machine."
+    )
 
 
 def _first_line(error: BaseException) -> str:
