@@ -160,6 +160,29 @@ class Stats:
         return "\n".join(lines)
 
 
+@dataclass(frozen=True)
+class Layer:
+    """One layer of the model, and what its feed-forward block did since the start or the last `reset_stats`."""
+
+    n_ff: int  # neurons; 0: the plan doesn't cover it
+    sparsity: str  # what it runs: dense, exact, threshold or predicted; "upstream": not covered
+    n_hot: int  # neurons on a device
+    device: str  # its name; "" when n_hot is 0
+    n_tokens: int  # computed
+    n_candidates: int  # gate rows read
+    n_active: int  # down rows used
+
+    @property
+    def density(self) -> float | None:
+        """Down rows used / n_ff; None before there are any."""
+        return _share(self.n_active, self.n_tokens * self.n_ff)
+
+    @property
+    def candidate_density(self) -> float | None:
+        """Gate rows read / n_ff; None before there are any."""
+        return _share(self.n_candidates, self.n_tokens * self.n_ff)
+
+
 class _PlanModel(internals.LlamaModel):
     """Upstream's model wrapper; loads as `_to_load` says when it says something, and then owns the plan."""
 
@@ -310,6 +333,8 @@ class Llama(stock_llama):
         plan: the extended GGUF to use, when it isn't beside the model.
         strict: a fallback is an error instead of a note.
         mapped: FFN rows stay in the mapped file instead of a copy; for models near the size of memory.
+        n_parallel: sequences that the context holds, each of n_ctx / n_parallel tokens; this class uses the first one,
+            `powerinfer_py.serving` all of them.
         vram_budget: GPU memory that may be used for everything: GiB, or "8GiB", "512MiB", "75%"; for several devices one
             for all or one each. Without n_gpu_layers it decides that too. None: no neurons go to the GPU.
         device: names of GPU devices, or "none"; None: as llama.cpp chooses.
@@ -334,6 +359,7 @@ class Llama(stock_llama):
         plan: str | os.PathLike[str] | None = None,
         strict: bool = False,
         mapped: bool = False,
+        n_parallel: int = 1,
         vram_budget: str | float | Sequence[str | float] | None = None,
         device: str | Sequence[str] | None = None,
         reset_gpu_index: bool = False,
@@ -353,6 +379,11 @@ class Llama(stock_llama):
             "mapped": mapped,
         }
         self._gpu_options = GpuOptions(vram_budget, device, reset_gpu_index, disable_gpu_index, require_split)
+        if not 1 <= n_parallel <= llama_cpp.llama_max_parallel_sequences():
+            raise OptionError(
+                f"n_parallel: {n_parallel}; expected 1 .. {llama_cpp.llama_max_parallel_sequences()}; pass such a number."
+            )
+        self._n_parallel = n_parallel
         self._turns = _Turns()
         n_cores = _core.physical_cores()
         for name in ("n_threads", "n_threads_batch"):
@@ -375,12 +406,17 @@ class Llama(stock_llama):
         finally:
             _to_load.reset(token)
             notes.release()
+        if n_parallel > 1:
+            self._n_ctx = llama_cpp.llama_n_ctx_seq(self.ctx)
 
     def _decide_budget(
         self, params: llama_cpp.llama_model_params, notes: _Notes, options: dict[str, Any]
     ) -> _core.Budget | None:
         if params.vocab_only:
             return None
+        if self._n_parallel > 1:
+            # The context is made after this, from these parameters.
+            self.context_params.n_seq_max = self._n_parallel
         strict = self._plan_options["strict"]
         budget = decide_budget(self, self._plan, params, options, self._gpu_options, strict)
         for text in (*budget.notes, budget.split_text):
@@ -447,6 +483,23 @@ class Llama(stock_llama):
                 )
             },
         )  # fmt: skip
+
+    def layers(self) -> list[Layer]:
+        """Each layer that the plan knows, and what it did.
+
+        Returns:
+            (n_layer) in order; empty for a model without a plan.
+
+        Raises:
+            ClosedError: the model was closed.
+        """
+        self._check_open()
+        names = [field.name for field in fields(Layer)]
+        layers = self._plan.layers() if self._plan is not None else []
+        return [
+            Layer(**{name: layer[name] for name in names} | ({} if layer["n_ff"] else {"sparsity": "upstream"}))
+            for layer in layers
+        ]
 
     def memory(self) -> Memory:
         """What was decided to be where before the load.
@@ -564,7 +617,12 @@ class Llama(stock_llama):
             raise ClosedError(_CLOSED_TEXT)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), **self._plan_options, **asdict(self._gpu_options)}
+        return {
+            **super().__getstate__(),
+            "n_parallel": self._n_parallel,
+            **self._plan_options,
+            **asdict(self._gpu_options),
+        }
 
 
 def install() -> None:

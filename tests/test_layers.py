@@ -92,6 +92,10 @@ PYTHON_IMPORTS = {
 SERVING_IMPORTS = {
     "__init__": set(),
     "requests": set(),
+    "fair_queue": {"errors"},
+    "text_assembly": {"serving", "serving.requests"},
+    "sampler": {"errors", "llama", "serving.requests"},
+    "engine": {"errors", "llama", "serving.fair_queue", "serving.requests", "serving.sampler", "serving.text_assembly"},
 }
 
 
