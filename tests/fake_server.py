@@ -46,7 +46,7 @@ class FakeServer:
     def __init__(self, n_layers: int = 30) -> None:
         self.answer = ANSWER
         self.delay_s = 0.0  # between two pieces of four characters
-        self.refusal: tuple[int, dict[str, Any]] | None = None  # of the next chat requests: status, body
+        self.refusal: tuple[int, Any] | None = None  # of chat requests: status, body
         self.breaks_after: int | None = None  # pieces
         self.breaks_silently = False  # ends the stream instead of sending an error
         self.finish_reason = "stop"
@@ -54,9 +54,8 @@ class FakeServer:
         self.requests: list[dict[str, Any]] = []  # chat requests
         self.n_polls = 0
         self.n_gone = 0  # clients that went away during an answer
-        random_walk = random.Random(1)
-        self.densities = [random_walk.uniform(0.05, 0.3) for _ in range(n_layers)]
-        self._random = random_walk
+        self._random = random.Random(1)
+        self.densities = [self._random.uniform(0.05, 0.3) for _ in range(n_layers)]
         self.stats: dict[str, Any] = {
             "model": "tiny.gguf", "sparsity": "auto", "kernels": "avx2", "computed_by": "powerinfer",
             "n_parallel": 4, "n_ctx": 4096, "n_running": 2, "n_waiting": 1,
@@ -64,15 +63,17 @@ class FakeServer:
             "n_prompt_tokens": 5000, "n_cached_tokens": 700, "n_generated_tokens": 9000,
             "tokens_per_s": 42.5, "prompt_tokens_per_s": 310.0, "density": 0.152, "candidate_density": 0.19,
             "bytes_share": 0.39, "read_bytes": 7_839_000_000, "dense_bytes": 20_100_000_000,
-            "gpu_share": None, "uptime_s": 4000.5, "layers": [],
+            "gpu_share": None, "uptime_s": 4000.5,
             "slots": [{"state": "generating", "n_tokens": 1024, "n_cached": 200},
                       {"state": "prompt", "n_tokens": 300, "n_cached": 0},
                       {"state": "idle", "n_tokens": 0, "n_cached": 0}, {"state": "idle", "n_tokens": 0, "n_cached": 0}],
         }  # fmt: skip
-        self.n_hot: list[int] = [0] * n_layers
+        self.has_plan = True
+        self.n_hot = [0] * n_layers
         self.is_idle = False
         self._socket = socket.create_server(("127.0.0.1", 0))
-        self.address = f"http://127.0.0.1:{self._socket.getsockname()[1]}/"
+        self._port = self._socket.getsockname()[1]
+        self.address = f"http://127.0.0.1:{self._port}/"
         self._stop = contextlib.ExitStack()
 
     def __enter__(self) -> FakeServer:
@@ -83,9 +84,8 @@ class FakeServer:
         self._stop.close()
 
     def start(self) -> None:
-        host, port = self._socket.getsockname()
-        if self._socket.fileno() < 0:
-            self._socket = socket.create_server((host, port))
+        if self._socket.fileno() < 0:  # uvicorn closed it
+            self._socket = socket.create_server(("127.0.0.1", self._port))
         server = uvicorn.Server(uvicorn.Config(self._app(), log_level="error", timeout_graceful_shutdown=1))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [self._socket]}, daemon=True)
         thread.start()
@@ -112,8 +112,9 @@ class FakeServer:
             }
             for i, (density, n_hot) in enumerate(zip(self.densities, self.n_hot))
         ]
-        speed = self.stats["tokens_per_s"] and self.stats["tokens_per_s"] + self._random.gauss(0, 2)
-        return {**self.stats, "tokens_per_s": speed, "layers": self.stats["layers"] or layers}
+        if not self.has_plan:
+            return {**self.stats, "computed_by": "upstream", "kernels": None, "layers": []}
+        return {**self.stats, "layers": layers}
 
     def _app(self) -> fastapi.FastAPI:
         app = fastapi.FastAPI(openapi_url=None)
@@ -153,7 +154,7 @@ class FakeServer:
             self.requests.append(await request.json())
             if self.refusal:
                 status, body = self.refusal
-                return JSONResponse(body, status)
+                return JSONResponse(body, status) if body else fastapi.Response(status_code=status)
             return StreamingResponse(self._events(), media_type="text/event-stream")
 
         return app

@@ -18,9 +18,7 @@ function element(name, properties = {}, ...children) {
 }
 
 /** For screen readers. */
-function say(text) {
-  $("say").textContent = text;
-}
+const say = (text) => { $("say").textContent = text; };
 
 // ---- The API key: for this tab only, or for this page where the browser stores nothing.
 
@@ -33,7 +31,6 @@ function headers(more = {}) {
 
 function askForKey() {
   if (!$("key-form").hidden) return;
-  $("key-label").textContent = apiKey ? "The server refused this API key" : "This server asks for its API key";
   $("key-form").hidden = false;
   $("key").focus();
 }
@@ -48,14 +45,13 @@ $("key-form").addEventListener("submit", (event) => {
   poll();
 });
 
-/** What the server says about a refused request: OpenAI's error object, FastAPI's detail, or the text itself. */
+/** Why the server refused: OpenAI's error object, FastAPI's detail, or the text itself. */
 async function refusal(response) {
   const text = await response.text().catch(() => "");
   let said = text.slice(0, 500);
   try {
     const answer = JSON.parse(text);
-    const error = answer.error?.message ?? answer.error ?? answer.detail ?? answer.message;
-    if (error) said = typeof error === "string" ? error : JSON.stringify(error);
+    said = String(answer.error?.message ?? answer.detail ?? said);
   } catch { /* not JSON */ }
   if (response.status === 401) return `The server asks for its API key. ${said}`;
   if (response.status === 429) return `The server is busy. ${said}`;
@@ -138,7 +134,7 @@ function blockElement(block) {
 
 const sources = new WeakMap();
 
-/** Show an answer; elements of blocks that didn't change stay, and with them what the reader has selected. */
+/** Show an answer; elements of unchanged blocks stay, and with them the reader's selection. */
 function render(parent, text) {
   const blocks = blocksOf(text);
   blocks.forEach((block, i) => {
@@ -184,42 +180,32 @@ async function* eventsOf(body) {
 let turns = []; // {question, answer, parts: elements}
 let running = null; // AbortController of the answer that is being written
 
-function isAtEnd() {
-  const log = $("log");
-  return log.scrollHeight - log.scrollTop - log.clientHeight < 40;
-}
-
-function toEnd() {
-  $("log").scrollTop = $("log").scrollHeight;
-}
+const toEnd = () => { $("log").scrollTop = $("log").scrollHeight; };
 
 /** Change the log; it follows its end where the reader was there. */
 function change(what) {
-  const follow = isAtEnd();
+  const log = $("log");
+  const follow = log.scrollHeight - log.scrollTop - log.clientHeight < 40;
   what();
   if (follow) toEnd();
-  $("down").hidden = isAtEnd();
 }
 
 function messagesFor(question) {
-  const messages = [];
-  const system = $("system").value.trim();
-  if (system) messages.push({ role: "system", content: system });
-  for (const turn of turns) {
-    if (turn.answer) messages.push({ role: "user", content: turn.question }, { role: "assistant", content: turn.answer });
-  }
-  return [...messages, { role: "user", content: question }];
+  const said = turns.filter((turn) => turn.answer).flatMap((turn) => [["user", turn.question], ["assistant", turn.answer]]);
+  return [["system", $("system").value.trim()], ...said, ["user", question]]
+    .filter(([, content]) => content).map(([role, content]) => ({ role, content }));
 }
 
 function setRunning(controller) {
-  const sendHadFocus = [$("send"), $("stop")].includes(document.activeElement);
+  const [from, to] = controller ? [$("send"), $("stop")] : [$("stop"), $("send")];
+  const hadFocus = document.activeElement === from;
   running = controller;
-  $("send").hidden = Boolean(controller);
-  $("stop").hidden = !controller;
-  if (sendHadFocus) $(controller ? "stop" : "send").focus();
+  from.hidden = true;
+  to.hidden = false;
+  if (hadFocus) to.focus();
 }
 
-async function copy(text, button) {
+async function copy(text, from) {
   try {
     await navigator.clipboard.writeText(text);
   } catch { // no permission, or a page that isn't from this machine or by HTTPS
@@ -228,13 +214,20 @@ async function copy(text, button) {
     field.select();
     document.execCommand("copy");
     field.remove();
-    button.focus();
+    from.focus();
   }
-  button.textContent = "Copied";
-  setTimeout(() => { button.textContent = "Copy"; }, 1500);
+  from.textContent = "Copied";
+  setTimeout(() => { from.textContent = "Copy"; }, 1500);
+}
+
+function button(text, act) {
+  const made = element("button", { type: "button", textContent: text });
+  made.addEventListener("click", act);
+  return made;
 }
 
 const ENDS = {
+  stopped: "stopped",
   length: "ended at the limit of tokens",
   timeout: "ended at the server's time limit",
   cancelled: "cancelled by the server",
@@ -244,20 +237,16 @@ const ENDS = {
 async function ask(question) {
   const controller = new AbortController();
   const body = element("div", { className: "body" });
-  const note = element("span");
-  const footer = element("footer", {}, note);
-  const answering = element("article", { className: "answering" }, body, footer);
-  answering.setAttribute("aria-label", "Answer");
-  const asked = element("article", { className: "you", textContent: question });
-  asked.setAttribute("aria-label", "You");
+  const footer = element("footer");
+  const answering = element("article", { className: "answering", ariaLabel: "Answer" }, body, footer);
   const request = {
-    model: engine?.model ?? "",
     messages: messagesFor(question),
     stream: true,
     stream_options: { include_usage: true },
     temperature: $("temperature").valueAsNumber,
+    max_tokens: $("max-tokens").value ? $("max-tokens").valueAsNumber : null,
   };
-  if ($("max-tokens").value) request.max_tokens = $("max-tokens").valueAsNumber;
+  const asked = element("article", { className: "you", ariaLabel: "You", textContent: question });
   const turn = { question, answer: "", parts: [asked, answering] };
   turns.push(turn);
   setRunning(controller);
@@ -289,7 +278,7 @@ async function ask(question) {
         if (data === "[DONE]") break;
         const event = JSON.parse(data);
         if (event.error) {
-          error = event.error.message ?? JSON.stringify(event.error);
+          error = event.error.message;
           break;
         }
         usage = event.usage ?? usage;
@@ -316,30 +305,20 @@ async function ask(question) {
   change(() => {
     render(body, turn.answer);
     answering.classList.remove("answering");
-    const notes = [];
-    if (end === "stopped") notes.push("stopped");
-    if (ENDS[end]) notes.push(ENDS[end]);
+    const notes = ENDS[end] ? [ENDS[end]] : [];
     if (usage?.completion_tokens) {
       notes.push(`${usage.completion_tokens} tokens`);
       if (last_ms > first_ms) notes.push(`${amount((usage.completion_tokens - 1) / (last_ms - first_ms) * 1e3)} tokens/s`);
       notes.push(`first after ${amount((first_ms - asked_ms) / 1e3)} s`);
     }
-    note.textContent = notes.join(", ");
     if (error) footer.before(element("p", { className: "error", textContent: error }));
-    if (turn.answer) {
-      const button = element("button", { type: "button", textContent: "Copy" });
-      button.addEventListener("click", () => copy(turn.answer, button));
-      footer.prepend(button);
-    }
-    if (error) {
-      const again = element("button", { type: "button", textContent: "Try again" });
-      again.addEventListener("click", () => {
-        if (running) return;
-        forget(turn);
-        ask(question);
-      });
-      footer.prepend(again);
-    }
+    if (error) footer.append(button("Try again", () => {
+      if (running) return;
+      forget(turn);
+      ask(question);
+    }));
+    if (turn.answer) footer.append(button("Copy", (event) => copy(turn.answer, event.target)));
+    footer.append(notes.join(", "));
   });
   say(error ? `Error: ${error}` : `Answer: ${turn.answer}`);
 }
@@ -349,9 +328,7 @@ function forget(turn) {
   for (const part of turn.parts) part.remove();
 }
 
-function stop() {
-  running?.abort();
-}
+const stop = () => running?.abort();
 
 $("ask").addEventListener("submit", (event) => {
   event.preventDefault();
@@ -363,7 +340,7 @@ $("ask").addEventListener("submit", (event) => {
 $("question").addEventListener("keydown", (event) => {
   if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
   event.preventDefault();
-  $("ask").requestSubmit($("send"));
+  $("ask").requestSubmit();
 });
 $("stop").addEventListener("click", stop);
 document.addEventListener("keydown", (event) => {
@@ -373,13 +350,10 @@ $("new").addEventListener("click", () => {
   stop();
   turns.forEach(forget);
   $("empty").hidden = false;
-  $("down").hidden = true;
   $("question").focus();
 });
 // An invalid setting can't be pointed at while its box is closed.
 $("settings").addEventListener("invalid", () => { $("settings").open = true; }, true);
-$("log").addEventListener("scroll", () => { $("down").hidden = isAtEnd(); });
-$("down").addEventListener("click", () => { toEnd(); $("question").focus(); });
 
 // ---- Figures.
 
@@ -390,84 +364,66 @@ let chosen = null; // the layer that is pointed at
 let timer = 0;
 let polling = false;
 
-const amount = (x) => x >= 100 ? x.toFixed(0) : x >= 10 ? x.toFixed(1) : x.toFixed(2);
+const amount = (x) => x >= 100 || !x ? x.toFixed(0) : x >= 10 ? x.toFixed(1) : x.toFixed(2);
 const count = (n) => n.toLocaleString("en-US");
 const share = (x) => x == null ? "-" : `${(x * 100).toFixed(x < 0.0995 ? 1 : 0)}\u00a0%`;
 
 function bytes(n) {
-  const i = n >= 1e12 ? 4 : n >= 1e9 ? 3 : n >= 1e6 ? 2 : n >= 1e3 ? 1 : 0;
-  return `${i ? amount(n / 1000 ** i) : n} ${["B", "kB", "MB", "GB", "TB"][i]}`;
-}
-
-function duration(seconds) {
-  const s = Math.floor(seconds);
-  if (s < 60) return `${s} s`;
-  if (s < 3600) return `${Math.floor(s / 60)} min ${s % 60} s`;
-  return `${Math.floor(s / 3600)} h ${Math.floor(s / 60) % 60} min`;
+  const i = n < 1e3 ? 0 : n < 1e6 ? 1 : n < 1e9 ? 2 : n < 1e12 ? 3 : 4;
+  return `${amount(n / 1000 ** i)} ${["B", "kB", "MB", "GB", "TB"][i]}`;
 }
 
 async function poll() {
   if (polling) return;
   polling = true;
   clearTimeout(timer);
-  let wait_ms = document.hidden ? SLOW_POLL_MS : POLL_MS;
+  let stats = null;
+  let state = "";
+  let text = "";
   try {
     const response = await fetch("powerinfer/stats", { headers: headers(), cache: "no-store", signal: AbortSignal.timeout(TIMEOUT_MS) });
-    if (response.ok) {
-      take(await response.json());
-    } else {
-      trouble(response.status === 401 ? "API key needed" : `server error ${response.status}`, await refusal(response));
-      wait_ms = SLOW_POLL_MS;
-      if (response.status === 401) {
-        askForKey();
-        wait_ms = 0; // the key's form polls again
-      }
-    }
+    if (response.ok) stats = await response.json();
+    else text = await refusal(response);
+    state = response.status === 401 ? "API key needed" : `server error ${response.status}`;
   } catch {
-    trouble("server not reachable", `The server doesn't answer. Asking again every ${SLOW_POLL_MS / 1000} seconds.`);
-    wait_ms = SLOW_POLL_MS;
+    state = "server not reachable";
+    text = `The server doesn't answer. Asking again every ${SLOW_POLL_MS / 1000} seconds.`;
   }
   polling = false;
-  if (wait_ms) timer = setTimeout(poll, wait_ms);
+  if (stats) take(stats);
+  else trouble(state, text);
+  if (state === "API key needed") askForKey(); // its form polls again
+  else timer = setTimeout(poll, stats && !document.hidden ? POLL_MS : SLOW_POLL_MS);
 }
 
-function setState(text, kind) {
-  $("state").textContent = text;
-  $("state").className = kind;
-}
+const setState = (text, kind) => Object.assign($("state"), { textContent: text, className: kind });
 
 /** No figures rather than old ones. */
 function trouble(state, text) {
   if (engine || !$("state").classList.contains("error")) say(state);
   engine = null;
-  pauseMap();
-  speeds.push({ ms: performance.now(), value: null });
+  addTime(null, null);
   setState(state, "error");
   $("figures").hidden = true;
   $("trouble").hidden = false;
   $("trouble").textContent = text;
 }
 
-/** Nothing ran: one empty column, however long it takes. */
-function pauseMap() {
-  if (columns.at(-1)) columns.push(null);
+/** One step of the line and of the map; a pause is one empty column, however long it takes. */
+function addTime(speed, column) {
+  const ms = performance.now();
+  speeds = [...speeds.filter((old) => old.ms > ms - LINE_MS - 2 * SLOW_POLL_MS), { ms, value: speed }];
+  if (column || columns.at(-1)) columns = [...columns.slice(1 - MAX_COLUMNS), column];
 }
 
 function take(stats) {
   if (!engine && $("state").classList.contains("error")) say("server reachable again");
-  const now = performance.now();
-  if (columns.find(Boolean)?.density.length !== stats.layers.length) columns = [];
-  if (stats.layers.some((layer) => layer.density != null)) {
-    columns.push({
-      density: stats.layers.map((layer) => layer.density),
-      candidate_density: stats.layers.map((layer) => layer.candidate_density),
-    });
-    if (columns.length > MAX_COLUMNS) columns.shift();
-  } else {
-    pauseMap();
-  }
-  speeds.push({ ms: now, value: stats.tokens_per_s });
-  speeds = speeds.filter((speed) => speed.ms > now - LINE_MS - 2 * SLOW_POLL_MS);
+  const { layers } = stats;
+  if (columns.find(Boolean)?.density.length !== layers.length) columns = [];
+  addTime(stats.tokens_per_s, layers.some((layer) => layer.density != null) ? {
+    density: layers.map((layer) => layer.density),
+    candidate_density: layers.map((layer) => layer.candidate_density),
+  } : null);
   if (stats.sparsity !== engine?.sparsity) $("sparsity").value = stats.sparsity;
   engine = stats;
   $("trouble").hidden = true;
@@ -494,20 +450,17 @@ function show() {
   $("running").textContent = engine.n_running;
   $("waiting").textContent = engine.n_waiting;
   showSlots(slots);
-  const finished = Object.entries(engine.n_requests);
-  const sum = finished.reduce((n, [, more]) => n + more, 0);
-  const reasons = finished.map(([reason, n]) => `${reason} ${count(n)}`).join(", ");
-  $("finished").textContent = `${count(sum)} finished${sum ? ` (${reasons})` : ""}, ${count(engine.n_rejected)} refused`;
+  const reasons = Object.entries(engine.n_requests).map(([reason, n]) => `${reason} ${count(n)}`).join(", ") || "none";
+  $("finished").textContent = `Finished: ${reasons}; refused ${count(engine.n_rejected)}. Prompt tokens: `
+    + `${count(engine.n_prompt_tokens)} computed, ${count(engine.n_cached_tokens)} from the cache.`;
 
   const modes = new Map();
   for (const layer of layers) {
-    const mode = layer.n_ff ? layer.sparsity : "by llama.cpp";
-    modes.set(mode, (modes.get(mode) ?? 0) + 1);
+    modes.set(layer.sparsity, (modes.get(layer.sparsity) ?? 0) + 1);
   }
   $("modes").textContent = [...modes].map(([mode, n]) => `${n} layers ${mode}`).join(", ");
   $("kernels").textContent = hasPlan ? engine.kernels : "llama.cpp's";
   $("context").textContent = `${count(engine.n_ctx)} tokens for each of ${count(engine.n_parallel)} requests`;
-  $("uptime").textContent = duration(engine.uptime_s);
   draw();
 }
 
@@ -517,7 +470,7 @@ function showLayers(layers) {
   $("skipped-bar").style.transform = `scaleX(${Math.max(0, skipped)})`;
   $("skipped-more").textContent = skipped == null ? "nothing computed yet" : skipped < 0
     ? `${bytes(engine.read_bytes)} read, dense ${bytes(engine.dense_bytes)}`
-    : `${bytes(engine.dense_bytes - engine.read_bytes)} of ${bytes(engine.dense_bytes)}`;
+    : `${bytes(engine.dense_bytes - engine.read_bytes)} of ${bytes(engine.dense_bytes)} since the start`;
   $("density").textContent = share(engine.density);
   $("candidates").textContent = share(engine.candidate_density);
   const n_hot = layers.reduce((n, layer) => n + layer.n_hot, 0);
@@ -528,13 +481,12 @@ function showLayers(layers) {
     ? `Hot neurons, on a GPU: ${share(n_hot / n_ff)}; the cold ones are on the CPU.${did}`
     : "No hot/cold split: all neurons are on the CPU.";
   $("last-layer").textContent = layers.length - 1;
-  $("map").setAttribute("aria-valuemax", layers.length - 1);
+  $("map").ariaValueMax = layers.length - 1;
   showReadout();
-  if ($("table-box").open) showTable(layers);
 }
 
 const FIGURES = {
-  mode: (layer) => layer.n_ff ? layer.sparsity : "by llama.cpp",
+  mode: (layer) => layer.sparsity, // "upstream": llama.cpp computes it
   n_ff: (layer) => layer.n_ff ? count(layer.n_ff) : "-",
   density: (layer) => share(layer.density),
   candidates: (layer) => share(layer.candidate_density),
@@ -545,14 +497,12 @@ function showReadout() {
   const layer = engine.layers[chosen];
   let text = "Point at a layer, or use the arrow keys in the map.";
   if (layer) {
-    const now = layer.density == null ? "nothing now"
-      : `${share(layer.density)} of ${count(layer.n_ff)} neurons used, ${share(layer.candidate_density)} candidates`;
-    const hot = layer.n_hot ? `; ${count(layer.n_hot)} hot (${FIGURES.hot(layer)})` : "";
-    text = `Layer ${chosen}, ${FIGURES.mode(layer)}: ${now}${hot}`;
+    text = `Layer ${chosen}, ${layer.sparsity}: ` + (layer.density == null ? "idle"
+      : `${share(layer.density)} of ${count(layer.n_ff)} neurons used, ${share(layer.candidate_density)} candidates`);
+    if (layer.n_hot) text += `; ${count(layer.n_hot)} hot (${FIGURES.hot(layer)})`;
   }
   $("readout").textContent = text;
-  $("map").setAttribute("aria-valuenow", chosen ?? 0);
-  $("map").setAttribute("aria-valuetext", text);
+  Object.assign($("map"), { ariaValueNow: chosen ?? 0, ariaValueText: text });
 }
 
 function showTable(layers) {
@@ -571,9 +521,8 @@ function showSlots(slots) {
   slots.forEach((slot, i) => {
     const item = list.children[i] ?? list.appendChild(
       element("li", {}, element("span"), element("div", { className: "bar" }, element("i"))));
-    const cached = slot.n_cached ? `, ${count(slot.n_cached)} cached` : "";
     item.className = slot.state;
-    item.firstChild.textContent = slot.n_tokens ? `${slot.state} ${count(slot.n_tokens)}${cached}` : slot.state;
+    item.firstChild.textContent = slot.n_tokens ? `${slot.state}, ${count(slot.n_tokens)} tokens` : slot.state;
     item.querySelector("i").style.transform = `scaleX(${Math.min(1, slot.n_tokens / engine.n_ctx)})`;
   });
 }
@@ -595,8 +544,8 @@ function cleared(canvas, height) {
 }
 
 /**
- * 256 colours from 0 to the top of the scale as a strip: a helix in OKLCH with even steps of lightness and hue and constant
- * chroma, so that equal steps look equal, with colour blindness or in grey too. 0 is near the theme's background.
+ * 256 colours from 0 to the top of the scale: a helix in OKLCH, whose even steps look even, and lightness alone tells them
+ * apart too. 0 is near the theme's background.
  */
 function palette() {
   const strip = element("canvas", { width: 256, height: 1 });
@@ -612,8 +561,11 @@ function palette() {
 let strip = palette();
 
 function draw() {
+  if (!engine || !$("engine").clientWidth) return;
   drawLine();
-  if (!$("layers").hidden) drawLayers();
+  if ($("layers").hidden) return;
+  drawLayers();
+  if ($("table-box").open) showTable(engine.layers);
 }
 
 function drawLine() {
@@ -695,13 +647,10 @@ $("map").addEventListener("keydown", (event) => {
   event.preventDefault();
   choose(to);
 });
-$("table-box").addEventListener("toggle", () => { if (engine) show(); });
-document.querySelectorAll("[name=shown]").forEach((radio) => radio.addEventListener("change", () => { if (engine) draw(); }));
-isDark.addEventListener("change", () => {
-  strip = palette();
-  if (engine) draw();
-});
-new ResizeObserver(() => { if (engine) draw(); }).observe($("engine"));
+$("table-box").addEventListener("toggle", draw);
+document.querySelectorAll("[name=shown]").forEach((radio) => radio.addEventListener("change", draw));
+isDark.addEventListener("change", () => { strip = palette(); draw(); });
+new ResizeObserver(draw).observe($("engine"));
 
 $("sparsity").addEventListener("change", async () => {
   const mode = $("sparsity").value;
@@ -725,8 +674,7 @@ $("sparsity").addEventListener("change", async () => {
 
 $("switch").addEventListener("click", () => {
   const isEngine = document.body.classList.toggle("engine");
-  $("switch").setAttribute("aria-expanded", isEngine);
-  $("switch").textContent = isEngine ? "Chat" : "Engine";
+  Object.assign($("switch"), { ariaExpanded: isEngine, textContent: isEngine ? "Chat" : "Engine" });
 });
 addEventListener("visibilitychange", () => { if (!document.hidden) poll(); });
 poll();
