@@ -1,6 +1,6 @@
 // Python core `powerinfer_py._core`: converts arguments, calls ggml-powerinfer.h, model-load.h, vram-budget.h and what the module
-// exports beside it (plan.h, placement.h, kernel-bench.h, gpu/), translates errors. No logic. Core calls run without the GIL, because the core's
-// callbacks take it.
+// exports beside it (plan.h, placement.h, kernel-bench.h, upstream-tiles.h, gpu/), translates errors. No logic. Core calls run without the
+// GIL, because the core's callbacks take it.
 #include "ggml-powerinfer.h"
 #include "gpu/gpu-devices.h"
 #include "gpu/gpu-measure.h"
@@ -8,6 +8,7 @@
 #include "model-load.h"
 #include "placement.h"
 #include "plan.h"
+#include "upstream-tiles.h"
 #include "vram-budget.h"
 
 #include <nanobind/nanobind.h>
@@ -74,6 +75,11 @@ vector_1d<T> make_vector(size_t n) {
     nb::capsule owner(data, [](void * p) noexcept { delete[] static_cast<T *>(p); });
     return vector_1d<T>(data, {n}, owner);
 }
+
+struct upstream_tiles {
+    int n_threads;
+    explicit upstream_tiles(int n) : n_threads(n) {}
+};
 
 // A plan handle, and what the core calls back into.
 class plan_object {
@@ -1263,6 +1269,18 @@ Returns:
 
 Raises:
     OptionError: an unknown device or type, no whole blocks, a device that fails or has no memory to spare.)");
+    nb::class_<upstream_tiles>(m, "UpstreamTiles", R"(In `with`: upstream computes here.
+
+Upstream configures a thread's AMX tiles once; where other libraries released them since (torch does after bf16 products), they
+are put back, or upstream would die of an illegal instruction.
+
+Args:
+    n_threads: that upstream computes with.)")
+        .def(nb::init<int>(), "n_threads"_a)
+        .def("__enter__", [](const upstream_tiles & self) { powerinfer::upstream_tiles_restore(self.n_threads); },
+             nb::sig("def __enter__(self) -> None"))
+        .def("__exit__", [](const upstream_tiles &, nb::args) { powerinfer::upstream_tiles_remember(); },
+             nb::sig("def __exit__(self, *exc: object) -> None"));
     m.def("physical_cores", &powerinfer::physical_cores_allowed, "Physical cores that this process may run on, at least 1.");
     m.def("version", &ggml_backend_powerinfer_version, "Version of the compiled core.");
 }

@@ -135,9 +135,10 @@ def _version_text() -> str:
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `powerinfer run`."""
-    from powerinfer_py import bench
+    from powerinfer_py import bench, hub
 
-    parser.add_argument("model", help="a GGUF (its sidecar is found beside it), or an extended GGUF")
+    parser.add_argument("model", nargs="?", help="a GGUF (its sidecar is found beside it), or an extended GGUF")
+    hub.add_hub_arguments(parser)
     bench.add_load_arguments(parser)
     parser.add_argument("-t", "--threads", type=int, help="threads, for prompts too (default: physical cores allowed)")
     parser.add_argument("-p", "--prompt", required=True, help="the prompt")
@@ -168,14 +169,16 @@ def run_model(args: argparse.Namespace) -> int:
     """
     import llama_cpp
 
-    from powerinfer_py import bench
+    from powerinfer_py import bench, hub
+    from powerinfer_py.format import open_files
     from powerinfer_py.llama import Llama
 
     trace: list[dict[str, Any]] = []
     if args.timeline:
         plot = importlib.import_module("powerinfer_py.tools.plot_timeline")
         plot.check_plot()
-    base, _ = bench.open_files(args.model, args.plan)
+    model = hub.resolve_model(args)
+    base, _ = open_files(model, args.plan)
     n_ctx_train = base.files[0].get_int(f"{base.architecture}.context_length") or args.ctx_size
     options = {
         "sparsity": args.sparsity,
@@ -188,7 +191,7 @@ def run_model(args: argparse.Namespace) -> int:
         "n_ctx": min(args.ctx_size, n_ctx_train),
         **vars(bench.gpu_options(args)),
     }
-    with Llama(args.model, verbose=False, **options) as llama:
+    with Llama(model, verbose=False, **options) as llama:
         text = ""
         if args.timeline:
             llama.trace(trace.append)
@@ -207,7 +210,7 @@ def run_model(args: argparse.Namespace) -> int:
             print(table, end="", file=sys.stderr)
         if args.timeline:
             llama.trace(None)
-            plot.write_plot(args.timeline, trace, os.path.basename(args.model))
+            plot.write_plot(args.timeline, trace, os.path.basename(model))
             print(f"timeline of the last token: {args.timeline}", file=sys.stderr)
         if args.compare:
             tokens = llama.tokenize((args.prompt + text).encode("utf-8"))

@@ -826,6 +826,28 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
     return _PlanReader(path).read()
 
 
+def open_files(
+    model: str | os.PathLike[str], plan: str | os.PathLike[str] | None = None
+) -> tuple[BaseModel, Plan | None]:
+    """The base model and the plan that belong to a model path.
+
+    Args:
+        model: a plain GGUF, or an extended one.
+        plan: the extended GGUF to use; None: what is found.
+
+    Returns:
+        The base, and its plan when there is one.
+
+    Raises:
+        FormatError: a file isn't what it should be.
+    """
+    if is_extended(model):
+        found = read_plan(model)
+        return found.open_base(), found
+    path = plan or find_sidecar(model)
+    return BaseModel(model), None if path is None else read_plan(path)
+
+
 class _PlanReader:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = path

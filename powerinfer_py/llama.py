@@ -397,6 +397,7 @@ class Llama(stock_llama):
             vocab_only=bool(options.get("vocab_only")),
             **self._plan_options,
         )
+        self._tiles = _core.UpstreamTiles(max(options["n_threads"], options["n_threads_batch"]))
         token = _to_load.set(_Load(self._plan, lambda params: self._decide_budget(params, notes, options)))
         try:
             super().__init__(model_path, **options)
@@ -577,10 +578,15 @@ class Llama(stock_llama):
     def __exit__(self, *exc: object) -> None:
         self.close()
 
+    def eval(self, tokens: Sequence[int]) -> None:
+        with self._tiles:
+            super().eval(tokens)
+
     def embed(self, *args: Any, **kwargs: Any) -> Any:
         turn = self._turns.take()
         try:
-            return super().embed(*args, **kwargs)
+            with self._tiles:
+                return super().embed(*args, **kwargs)
         finally:
             self._turns.give(turn)
 

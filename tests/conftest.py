@@ -14,6 +14,9 @@ import pytest
 
 # OpenMP threads that wait sleep instead of spinning: tests pass on busy machines too, and get no slower on calm ones.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# torch leaves the AMX tiles alone: stock llama.cpp, which it is compared with in one process, dies when they were released
+# (upstream-tiles.h has it for ours; tests/test_upstream_tiles.py).
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 # The tests' own helper modules; the package under test is the installed one.
 sys.path.insert(0, str(Path(__file__).parent))

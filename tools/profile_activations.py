@@ -29,6 +29,7 @@ from powerinfer_py.format import (
     derived_row_type,
     write_plan,
 )
+from powerinfer_py.hub import add_hub_arguments, resolve_model
 
 from . import arguments, plot_profile
 from .calibration import Calibration, Loss, layer_row_bytes
@@ -327,7 +328,8 @@ def _count(runner: Runner, windows: np.ndarray, state: ProfileState, steps: Step
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `powerinfer profile`."""
     defaults = {field.name: field.default for field in fields(ProfileOptions)}
-    parser.add_argument("model", type=Path, metavar="MODEL.gguf", help="a stock GGUF")
+    parser.add_argument("model", type=Path, nargs="?", metavar="MODEL.gguf", help="a stock GGUF")
+    add_hub_arguments(parser)
     parser.add_argument("--text", type=Path, nargs="+", required=True, metavar="FILE", help="plain text, UTF-8")
     parser.add_argument(
         "-o", "--out", type=Path, metavar="OUT.powerinfer.gguf", help="default: the sidecar beside the model"
@@ -377,11 +379,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _options(args: argparse.Namespace) -> ProfileOptions:
     """The options of a command line, checked."""
-    name = args.model.name
-    out = args.out or args.model.with_name(name.removesuffix(".gguf") + SIDECAR_SUFFIX)
+    if args.hf_repo and args.out is None:
+        raise OptionError(
+            "out: --hf-repo was given without it; expected a plan that the cache's next clean-up leaves alone; pass -o."
+        )
+    model = Path(resolve_model(args))
+    out = args.out or model.with_name(model.name.removesuffix(".gguf") + SIDECAR_SUFFIX)
     arguments.check_plan_path("out", out)
     arguments.check_run(args)
-    activation = args.activation or bare_plan(args.model).activation
+    activation = args.activation or bare_plan(model).activation
     if activation not in CALIBRATED_ACTIVATIONS and (args.max_loss or args.density or args.check):
         raise OptionError(
             f"{activation}: has exact zeros, nothing is calibrated; leave --max-loss, --density and --check out."
@@ -394,7 +400,7 @@ def _options(args: argparse.Namespace) -> ProfileOptions:
         row_type_id(args.down_type)
     default_loss = ProfileOptions.max_loss if args.density is None else None
     return ProfileOptions(
-        model=args.model,
+        model=model,
         text=tuple(args.text),
         check=tuple(args.check),
         out=out,

@@ -112,6 +112,7 @@ class Runner:
         context.n_ctx = context.n_batch = self.n_ctx
         context.n_ubatch = min(self.n_ctx, context.n_ubatch)
         context.n_threads = context.n_threads_batch = n_threads
+        self._tiles = _core.UpstreamTiles(n_threads)
         context.no_perf = True
         self._context = llama_cpp.llama_init_from_model(self._model, context)
         if self._context is None:
@@ -167,7 +168,8 @@ class Runner:
             batch.n_seq_id[i] = 1
             batch.seq_id[i][0] = 0
             batch.logits[i] = i >= i_first
-        code = llama_cpp.llama_decode(self._context, batch)
+        with self._tiles:
+            code = llama_cpp.llama_decode(self._context, batch)
         if code != 0:
             raise PlanError(f"llama_decode: it ended with {code}; expected 0; see llama.cpp's messages above.")
         logits = llama_cpp.llama_get_logits(self._context)  # waits for them

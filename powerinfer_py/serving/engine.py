@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import collections
 import ctypes
+import itertools
 import logging
+import operator
 import os
 import queue
 import threading
@@ -20,6 +22,7 @@ import llama_cpp
 import numpy as np
 
 from powerinfer_py.errors import ClosedError, OptionError, PowerInferError
+from powerinfer_py.format import open_files
 from powerinfer_py.llama import Llama
 from powerinfer_py.serving import sampler
 from powerinfer_py.serving.fair_queue import FairQueue
@@ -229,18 +232,14 @@ def load_model(path: str | os.PathLike[str], n_parallel: int, n_ctx: int, **opti
     Raises:
         OptionError, FormatError, PlanError, BudgetError: as Llama.
     """
-    with Llama(path, vocab_only=True, verbose=False) as vocabulary:
-        n_ctx = n_ctx or vocabulary._model.n_ctx_train()
-        if _pooling_of(vocabulary) is not None:
-            # Per token, so that prompts can be computed in parts; the engine pools.
-            options["pooling_type"] = llama_cpp.LLAMA_POOLING_TYPE_NONE
+    base, _ = open_files(path, options.get("plan"))
+    file = base.files[0]
+    n_ctx = n_ctx or file.get_int(f"{base.architecture}.context_length") or CONTEXT_STEP
     n_ctx = -(-n_ctx // CONTEXT_STEP) * CONTEXT_STEP
+    if file.get(f"{base.architecture}.pooling_type") is not None:
+        # Per token, so that prompts can be computed in parts; the engine pools.
+        options["pooling_type"] = llama_cpp.LLAMA_POOLING_TYPE_NONE
     return Llama(path, n_parallel=n_parallel, n_ctx=n_parallel * n_ctx, **options)
-
-
-def _pooling_of(llama: Llama) -> str | None:
-    """What the model's file says of embeddings: the number of a LLAMA_POOLING_TYPE."""
-    return llama.metadata.get(f"{llama.metadata.get('general.architecture')}.pooling_type")
 
 
 class Engine:
@@ -266,7 +265,7 @@ class Engine:
         self._memory = llama_cpp.llama_get_memory(llama.ctx)
         self._vocab = llama._model.vocab
         self._n_vocab = llama.n_vocab()
-        self._pooling = _pooling_of(llama)
+        self._pooling = llama.metadata.get(f"{llama.metadata.get('general.architecture')}.pooling_type")
         self._batch = _Batch(llama.n_batch)
         self._slots = [_Slot(i) for i in range(self.n_parallel)]
         self._texts: dict[int, bytes] = {}  # of tokens
@@ -292,6 +291,7 @@ class Engine:
             LayerSnapshot(layer.n_ff, layer.sparsity, layer.n_hot, None, None) for layer in self._layers
         ]
 
+        self._turn = llama._turns.take()
         self._thread = threading.Thread(target=self._run, name="powerinfer-engine", daemon=True)
         self._thread.start()
 
@@ -470,9 +470,9 @@ class Engine:
     # -- the engine's thread ---------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        turn = self.llama._turns.take()
         try:
-            llama_cpp.llama_memory_clear(self._memory, True)
+            self.llama._turns.check(self._turn)  # it is this thread's now
+            llama_cpp.llama_memory_clear(self._memory, False)
             while self._wait_for_work():
                 self._drop_ended()
                 self._admit()
@@ -485,7 +485,7 @@ class Engine:
                 self._failure = f"engine: it failed ({error}); expected it to run; see the log and start it again."
         finally:
             self._end_all()
-            self.llama._turns.give(turn)
+            self.llama._turns.give(self._turn)
 
     def _wait_for_work(self) -> bool:
         """Wait until there is something to do; False: the engine was closed."""
@@ -721,7 +721,8 @@ class Engine:
             self._rates.append((time.monotonic(), n_prompt, n_generated))
 
     def _decode(self) -> None:
-        result = llama_cpp.llama_decode(self._context, self._batch.raw)
+        with self.llama._tiles:
+            result = llama_cpp.llama_decode(self._context, self._batch.raw)
         if result != 0:
             raise PowerInferError(f"llama_decode returned {result} for {self._batch.n_tokens} tokens; expected 0")
 
@@ -855,5 +856,4 @@ def _rate(part: int, whole: int) -> float | None:
 
 
 def _common_length(a: Sequence[int], b: Sequence[int]) -> int:
-    n = min(len(a), len(b))
-    return next((i for i in range(n) if a[i] != b[i]), n)
+    return next(itertools.compress(itertools.count(), map(operator.ne, a, b)), min(len(a), len(b)))
