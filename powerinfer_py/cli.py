@@ -26,6 +26,7 @@ class Verb:
 
 VERBS = {
     "run": Verb("powerinfer_py.cli", "generate text", "add_run_arguments", "run_model"),
+    "serve": Verb("powerinfer_py.serving.serve", "an HTTP server with OpenAI's interface, for many requests at once"),
     "bench": Verb("powerinfer_py.bench", "speed of the sparsity modes against stock llama.cpp, or of each kernel"),
     "convert": Verb(
         "powerinfer_py.tools.convert_hf_to_powerinfer_gguf", "a Hugging Face checkpoint to an extended GGUF"

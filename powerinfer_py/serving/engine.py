@@ -410,6 +410,11 @@ class Engine:
                 slots=self._slot_states,
             )
 
+    @property
+    def failure(self) -> str | None:
+        """Why it runs no more; None: nothing failed."""
+        return self._failure
+
     def close(self) -> None:
         """Cancel what runs and waits, and end the thread. Twice is fine."""
         with self._changed:
