@@ -1,11 +1,14 @@
-"""The page of `powerinfer serve` in headless Chromium, against a server that answers from a script."""
+"""The page of `powerinfer serve` in headless Chromium, with a server that answers from a script, and with the real one."""
 
 from __future__ import annotations
 
 import math
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import fake_server
@@ -16,6 +19,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 TIMEOUT_S = 15.0  # of one wait; the machine may be busy
+MODEL = Path(__file__).resolve().parent.parent / "models" / "tiny-relu" / "tiny-relu.Q8_0.gguf"
 MAX_PAGE_BYTES = 40_000
 AA, AA_LARGE = 4.5, 3.0  # WCAG 2's contrast of text, and of large text
 # Between neighbours of the colour scale, relative to their mean: 8-bit rounding, and greens just outside sRGB.
@@ -37,8 +41,8 @@ def wait_for(condition: Callable[[], Any]) -> None:
 class Opened:
     """The page in a window of its own, with what went wrong in it."""
 
-    def __init__(self, browser: Browser, server: FakeServer, **options: Any) -> None:
-        self.server = server
+    def __init__(self, browser: Browser, address: str, **options: Any) -> None:
+        self.address = address
         self.context = browser.new_context(permissions=["clipboard-read", "clipboard-write"], **options)
         self.context.set_default_timeout(TIMEOUT_S * 1000)
         self.errors: list[str] = []
@@ -50,10 +54,10 @@ class Opened:
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
         self.page.on("dialog", lambda dialog: self.errors.append(f"dialog {dialog.message}"))
         self.page.on("request", self._note_request)
-        self.page.goto(server.address)
+        self.page.goto(address)
 
     def _note_request(self, request: Any) -> None:
-        if not request.url.startswith((self.server.address, "data:")):
+        if not request.url.startswith((self.address, "data:")):
             self.outside.append(request.url)
 
     def close(self) -> None:
@@ -91,7 +95,7 @@ def open_page(browser: Browser, server: FakeServer) -> Iterator[Callable[..., Op
     opened = []
 
     def open_one(**options: Any) -> Opened:
-        opened.append(Opened(browser, server, **options))
+        opened.append(Opened(browser, server.address, **options))
         return opened[-1]
 
     yield open_one
@@ -313,7 +317,7 @@ def test_key_is_asked_for_and_kept_for_the_tab(open_page: Callable[..., Opened],
     page.press("#key", "Enter")
     wait_for(lambda: page.locator("#key-form").is_visible() and page.input_value("#key") == "")
     window.ask("Hello?")
-    window.wait_for_text("article .error", "asks for its API key")
+    window.wait_for_text("article .error", "wrong API key")
     page.fill("#key", "sesame")
     page.press("#key", "Enter")
     window.wait_for_text("#state", "2 running")
@@ -375,16 +379,17 @@ def test_map_shows_layers_over_time(open_page: Callable[..., Opened], server: Fa
     page = window.page
     wait_for(lambda: page.evaluate("columns.length") >= 3)
     # The newest column is at the right, and each layer there has its colour.
-    wait_for(lambda: page.evaluate("columns.at(-1).density[3]") is not None)
+    wait_for(lambda: page.evaluate("columns.at(-1)"))
     seen = page.evaluate("""() => {
         const map = $("map");
         const at = (y) => [...map.getContext("2d").getImageData(map.width - 2, Math.floor((y + 0.5) * map.height / 30), 1, 1).data];
-        return [columns.at(-1).density, Array.from({ length: 30 }, (_, y) => at(y)), $("scale-top").textContent];
+        return [columns.at(-1).map((layer) => layer.density), Array.from({ length: 30 }, (_, y) => at(y))];
     }""")
-    top = float(seen[2].split("\xa0")[0]) / 100
+    bottom, top = (float(window.text(f"#scale-{end}").split("\xa0")[0]) / 100 for end in ("bottom", "top"))
+    assert 0 <= bottom <= min(seen[0]) and max(seen[0]) <= top <= 1
     colours = page.evaluate("[...strip.getContext('2d').getImageData(0, 0, 256, 1).data]")
     for density, colour in zip(seen[0], seen[1]):
-        i = round(min(1, density / top) * 255)
+        i = round((density - bottom) / (top - bottom) * 255)
         assert colour == colours[4 * i : 4 * i + 4]
     window.wait_for_text("#split", "Hot neurons, on a GPU: 32 %.*They are 70 % of the rows")
     assert page.locator("#hot").is_visible()
@@ -468,6 +473,46 @@ def test_hidden_tab_asks_rarely(open_page: Callable[..., Opened], server: FakeSe
         "delete document.hidden; document.dispatchEvent(new Event('visibilitychange', { bubbles: true }))"
     )
     wait_for(lambda: server.n_polls > n + 1)
+
+
+# --- the real server ---
+
+
+@pytest.fixture
+def real_server() -> Iterator[str]:
+    """The address of a `powerinfer serve` with tiny-relu and its plan."""
+    command = [sys.executable, "-m", "powerinfer_py.cli", "serve", str(MODEL), "--port", "0", "-np", "2", "-c", "512"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            found = next(filter(None, (re.match(r"listening on (http://\S+)", line) for line in process.stdout)), None)
+            assert found, f"powerinfer serve ended with {process.wait()}"
+            yield found[1] + "/"
+        finally:
+            process.terminate()
+
+
+def test_real_server_answers_and_shows_what_it_skipped(browser: Browser, real_server: str) -> None:
+    window = Opened(browser, real_server)
+    window.wait_for_text("#state", "idle")
+    assert window.text("#skipped-more") == "nothing computed yet"
+    window.page.click("#settings summary")
+    window.page.fill("#max-tokens", "100")
+    window.ask("What is a list?")
+    window.wait_for_text("article footer", r"ended at the limit of tokens, 100 tokens, [\d.]+ tokens/s")
+    assert len(window.text(".body")) > 100
+    window.wait_for_text("#finished", "length 1; refused 0")
+    wait_for(lambda: window.page.evaluate("columns.some((column) => column?.length === 6)"))
+    assert float(window.text("#skipped").split("\xa0")[0]) > 70
+    assert float(window.text("#density").split("\xa0")[0]) < 20
+    window.page.select_option("#sparsity", "dense")
+    window.page.fill("#max-tokens", "")  # to the end of the context
+    window.ask("Go on.")
+    window.wait_for_text("#modes", "6 layers dense")
+    window.wait_for_text("#finished", "length 2; refused 0")
+    window.expected = "status of 400"
+    window.ask("much " * 600)
+    window.wait_for_text("article .error", "prompt: .* tokens; expected")
+    window.close()
 
 
 # --- looks ---

@@ -53,7 +53,6 @@ async function refusal(response) {
     const answer = JSON.parse(text);
     said = String(answer.error?.message ?? answer.detail ?? said);
   } catch { /* not JSON */ }
-  if (response.status === 401) return `The server asks for its API key. ${said}`;
   if (response.status === 429) return `The server is busy. ${said}`;
   return said || `The server answered ${response.status} ${response.statusText}.`;
 }
@@ -359,7 +358,7 @@ $("settings").addEventListener("invalid", () => { $("settings").open = true; }, 
 
 let engine = null; // the newest answer of powerinfer/stats; null while there is none
 let speeds = []; // {ms, value} of the last minute; value null: not known
-let columns = []; // of the map: {density: [...], candidate_density: [...]}, or null for a pause
+let columns = []; // of the map: the layers, or null for a pause
 let chosen = null; // the layer that is pointed at
 let timer = 0;
 let polling = false;
@@ -370,7 +369,7 @@ const share = (x) => x == null ? "-" : `${(x * 100).toFixed(x < 0.0995 ? 1 : 0)}
 
 function bytes(n) {
   const i = n < 1e3 ? 0 : n < 1e6 ? 1 : n < 1e9 ? 2 : n < 1e12 ? 3 : 4;
-  return `${amount(n / 1000 ** i)} ${["B", "kB", "MB", "GB", "TB"][i]}`;
+  return `${amount(n / 1000 ** i)} ${"B kB MB GB TB".split(" ")[i]}`;
 }
 
 async function poll() {
@@ -419,11 +418,8 @@ function addTime(speed, column) {
 function take(stats) {
   if (!engine && $("state").classList.contains("error")) say("server reachable again");
   const { layers } = stats;
-  if (columns.find(Boolean)?.density.length !== layers.length) columns = [];
-  addTime(stats.tokens_per_s, layers.some((layer) => layer.density != null) ? {
-    density: layers.map((layer) => layer.density),
-    candidate_density: layers.map((layer) => layer.candidate_density),
-  } : null);
+  if (columns.find(Boolean)?.length !== layers.length) columns = [];
+  addTime(stats.tokens_per_s, layers.some((layer) => layer.density != null) ? layers : null);
   if (stats.sparsity !== engine?.sparsity) $("sparsity").value = stats.sparsity;
   engine = stats;
   $("trouble").hidden = true;
@@ -544,18 +540,18 @@ function cleared(canvas, height) {
 }
 
 /**
- * 256 colours from 0 to the top of the scale: a helix in OKLCH, whose even steps look even, and lightness alone tells them
- * apart too. 0 is near the theme's background.
+ * 256 colours of the scale: a helix in OKLCH, whose even steps look even, and lightness alone tells them apart too. The
+ * first is near the theme's background.
  */
 function palette() {
-  const strip = element("canvas", { width: 256, height: 1 });
-  const context = strip.getContext("2d", { willReadFrequently: true });
+  const made = element("canvas", { width: 256, height: 1 });
+  const context = made.getContext("2d", { willReadFrequently: true });
   for (let i = 0; i < 256; i++) {
     const t = isDark.matches ? i / 255 : 1 - i / 255; // 0: the dark end
     context.fillStyle = `oklch(${0.3 + 0.65 * t} 0.1 ${285 - 180 * t})`;
     context.fillRect(i, 0, 1, 1);
   }
-  return strip;
+  return made;
 }
 
 let strip = palette();
@@ -593,8 +589,12 @@ function drawLayers() {
   const row = Math.min(14, Math.max(3, Math.floor(260 / layers.length)));
   const height = row * layers.length;
   const shown = columns.slice(-Math.floor(map.clientWidth / COLUMN_PX));
-  const most = Math.max(...shown.flatMap((column) => column ? column[what] : []));
-  const top = [0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1].find((limit) => most <= limit) ?? 1;
+  const values = shown.flatMap((column) => column ?? []).map((layer) => layer[what]).filter((value) => value != null);
+  const most = Math.max(...values, 0.01);
+  const step = most > 0.2 ? 0.1 : most > 0.05 ? 0.05 : 0.01; // of the scale's ends
+  const top = Math.ceil(most / step - 1e-6) * step;
+  const bottom = Math.min(Math.floor(Math.min(...values) / step) * step, top - step);
+  $("scale-bottom").textContent = share(bottom);
   $("scale-top").textContent = share(top);
   cleared($("ramp"), 10).drawImage(strip, 0, 0, $("ramp").clientWidth, 10);
 
@@ -603,8 +603,8 @@ function drawLayers() {
   if (shown.length) {
     const image = new ImageData(shown.length, layers.length); // one pixel for a layer in a column
     const pixels = new Uint32Array(image.data.buffer);
-    shown.forEach((column, x) => column?.[what].forEach((value, y) => {
-      if (value != null) pixels[y * shown.length + x] = colours[Math.round(Math.min(1, value / top) * 255)];
+    shown.forEach((column, x) => column?.forEach(({ [what]: value }, y) => {
+      if (value != null) pixels[y * shown.length + x] = colours[Math.round((value - bottom) / (top - bottom) * 255)];
     }));
     const small = element("canvas", { width: image.width, height: image.height });
     small.getContext("2d").putImageData(image, 0, 0);
