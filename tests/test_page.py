@@ -582,9 +582,12 @@ def test_text_can_be_read(open_page: Callable[..., Opened], server: FakeServer, 
 def test_colour_scale_is_even(open_page: Callable[..., Opened]) -> None:
     """Steps of equal size in OKLab, and lightness alone, which all eyes see, tells them apart."""
     page = open_page().page
+    pixels = None
     for scheme in ("light", "dark"):
-        page.emulate_media(color_scheme=scheme)
-        pixels = page.evaluate("[...strip.getContext('2d').getImageData(0, 0, 256, 1).data]")
+        page.emulate_media(color_scheme=scheme)  # the page hears of it a little later
+        old, read = pixels, "[...strip.getContext('2d').getImageData(0, 0, 256, 1).data]"
+        wait_for(lambda old=old, read=read: page.evaluate(read) != old)
+        pixels = page.evaluate(read)
         labs = [oklab(*pixels[i : i + 3]) for i in range(0, 1024, 4)][::15]
         steps = [math.dist(a, b) for a, b in zip(labs, labs[1:])]
         mean = sum(steps) / len(steps)
