@@ -740,11 +740,13 @@ def test_a_client_that_goes_away_before_its_answer_ends_its_generation(narrow: S
 
 
 def test_time_that_is_up_is_an_error(model_path: Path) -> None:
-    with serve(model_path, 1, EngineOptions(timeout_s=0.3), step_s=0.005) as server:
+    with serve(model_path, 1, EngineOptions(queue_limit=256, timeout_s=0.3), step_s=0.005) as server:
         model = name_of(server)
         answer = server.post("/v1/completions", LONG)
         assert error_of(answer, 504)["code"] == "timeout"
         assert answer.headers["x-should-retry"] == "false"
+        embeddings = server.post("/v1/embeddings", {"input": ["a"] * 200})
+        assert error_of(embeddings, 504)["code"] == "timeout"
         stream = server.client().completions.create(model=model, stream=True, **LONG)
         text = ""
         with pytest.raises(openai.APIError, match="time was up"):

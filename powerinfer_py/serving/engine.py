@@ -21,7 +21,7 @@ from typing import Any
 import llama_cpp
 import numpy as np
 
-from powerinfer_py.errors import ClosedError, OptionError, PowerInferError
+from powerinfer_py.errors import CancelledError, ClosedError, OptionError, PowerInferError, RequestTimeoutError
 from powerinfer_py.format import open_files
 from powerinfer_py.llama import Llama
 from powerinfer_py.serving import sampler
@@ -539,8 +539,11 @@ class Engine:
         if isinstance(job, Generation):
             job.sampler.close()
             job.put(PowerInferError(failure) if failure else Piece("", (), reason))
+        elif failure:
+            job.result.put(PowerInferError(failure))
         else:
-            job.result.put(PowerInferError(failure or f"embedding: {reason}; expected it to end; try again."))
+            kind = RequestTimeoutError if reason == "timeout" else CancelledError
+            job.result.put(kind(f"embedding: {reason}; expected it to end; try again."))
 
     def _finish(self, slot: _Slot, reason: str, failure: str | None = None) -> None:
         """Give a slot's last piece and free it; its tokens stay cached."""
