@@ -26,6 +26,7 @@ class Verb:
 
 VERBS = {
     "run": Verb("powerinfer_py.cli", "generate text", "add_run_arguments", "run_model"),
+    "serve": Verb("powerinfer_py.serving.serve", "an HTTP server with OpenAI's interface, for many requests at once"),
     "chat": Verb("powerinfer_py.chat", "a conversation in the terminal"),
     "bench": Verb("powerinfer_py.bench", "speed of the sparsity modes against stock llama.cpp, or of each kernel"),
     "convert": Verb(

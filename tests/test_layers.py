@@ -119,6 +119,28 @@ SERVING_IMPORTS = {
         "serving.sampler",
         "serving.text_assembly",
     },
+    "protocol": {"serving.requests"},
+    "completions": {"errors", "serving.requests", "serving.engine"},
+    "metrics": {"serving.completions", "serving.engine"},
+    "app": {
+        "errors",
+        "serving",
+        "serving.completions",
+        "serving.engine",
+        "serving.metrics",
+        "serving.protocol",
+    },
+    "serve": {
+        "__init__",
+        "bench",
+        "errors",
+        "format",
+        "hub",
+        "llama",
+        "serving.app",
+        "serving.completions",
+        "serving.engine",
+    },
 }
 
 

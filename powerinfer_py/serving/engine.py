@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import collections
 import ctypes
+import itertools
 import logging
+import operator
 import os
 import queue
 import threading
@@ -289,6 +291,7 @@ class Engine:
             LayerSnapshot(layer.n_ff, layer.sparsity, layer.n_hot, None, None) for layer in self._layers
         ]
 
+        self._turn = llama._turns.take()
         self._thread = threading.Thread(target=self._run, name="powerinfer-engine", daemon=True)
         self._thread.start()
 
@@ -407,6 +410,11 @@ class Engine:
                 slots=self._slot_states,
             )
 
+    @property
+    def failure(self) -> str | None:
+        """Why it runs no more; None: nothing failed."""
+        return self._failure
+
     def close(self) -> None:
         """Cancel what runs and waits, and end the thread. Twice is fine."""
         with self._changed:
@@ -467,9 +475,9 @@ class Engine:
     # -- the engine's thread ---------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        turn = self.llama._turns.take()
         try:
-            llama_cpp.llama_memory_clear(self._memory, True)
+            self.llama._turns.check(self._turn)  # it is this thread's now
+            llama_cpp.llama_memory_clear(self._memory, False)
             while self._wait_for_work():
                 self._drop_ended()
                 self._admit()
@@ -482,7 +490,7 @@ class Engine:
                 self._failure = f"engine: it failed ({error}); expected it to run; see the log and start it again."
         finally:
             self._end_all()
-            self.llama._turns.give(turn)
+            self.llama._turns.give(self._turn)
 
     def _wait_for_work(self) -> bool:
         """Wait until there is something to do; False: the engine was closed."""
@@ -543,15 +551,13 @@ class Engine:
                 job.put(Piece(text, logprobs))
         slot.job = slot.sampler = slot.text = slot.next_token = slot.waits_for = None
         slot.last_used = self._i_step
-        for other in self._slots:
-            if other.waits_for is slot:
-                other.waits_for = None
         self._finish_waiting(job, reason, failure)
 
     # -- admission -------------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
         """Give waiting requests the free sequences."""
+        self._resume_waiting()
         while any(slot.job is None for slot in self._slots):
             with self._changed:
                 if not len(self._queue):
@@ -571,6 +577,8 @@ class Engine:
             other = max(self._slots, key=lambda s: self._n_coming(s, prompt))
             if other is not slot and self._n_coming(other, prompt) - n_cached >= MIN_COPIED_PREFIX:
                 slot.waits_for = other
+                # At once where the other one runs nothing: the next request could be given its sequence.
+                self._resume_waiting()
             else:
                 self._begin(slot, n_cached)
 
@@ -612,18 +620,20 @@ class Engine:
         return n_kept
 
     def _resume_waiting(self) -> None:
-        """Start requests whose prefix another sequence has computed, with a copy of it."""
+        """Start requests whose prefix another sequence has computed, or won't any more, with a copy of what there is.
+
+        Before a sequence gets its next request: until then it has the tokens that another one waits for.
+        """
         for slot in self._slots:
             other = slot.waits_for
-            if slot.job is None or (other is not None and other.job is not None and other.next_token is None):
+            if other is None or (other.job is not None and other.next_token is None):
                 continue
-            if other is not None:
-                slot.waits_for = None
-                prompt = slot.job.request.prompt
-                n_common = min(_common_length(other.tokens, prompt), len(prompt) - 1)
-                if n_common - _common_length(slot.tokens, prompt) >= MIN_COPIED_PREFIX:
-                    self._write_state(slot, self._read_state(other), other.tokens)
-                self._begin(slot, min(_common_length(slot.tokens, prompt), len(prompt) - 1))
+            slot.waits_for = None
+            prompt = slot.job.request.prompt
+            n_common = min(_common_length(other.tokens, prompt), len(prompt) - 1)
+            if n_common - _common_length(slot.tokens, prompt) >= MIN_COPIED_PREFIX:
+                self._write_state(slot, self._read_state(other), other.tokens)
+            self._begin(slot, min(_common_length(slot.tokens, prompt), len(prompt) - 1))
 
     # -- sequences are moved ---------------------------------------------------------------------------------------
 
@@ -670,7 +680,6 @@ class Engine:
 
     def _step(self) -> None:
         """Decode one token of each generating request and some of the prompts, and choose the next tokens."""
-        self._resume_waiting()
         self._compact()
         self._i_step += 1
         batch = self._batch
@@ -718,7 +727,8 @@ class Engine:
             self._rates.append((time.monotonic(), n_prompt, n_generated))
 
     def _decode(self) -> None:
-        result = llama_cpp.llama_decode(self._context, self._batch.raw)
+        with self.llama._tiles:
+            result = llama_cpp.llama_decode(self._context, self._batch.raw)
         if result != 0:
             raise PowerInferError(f"llama_decode returned {result} for {self._batch.n_tokens} tokens; expected 0")
 
@@ -852,5 +862,4 @@ def _rate(part: int, whole: int) -> float | None:
 
 
 def _common_length(a: Sequence[int], b: Sequence[int]) -> int:
-    n = min(len(a), len(b))
-    return next((i for i in range(n) if a[i] != b[i]), n)
+    return next(itertools.compress(itertools.count(), map(operator.ne, a, b)), min(len(a), len(b)))
