@@ -164,6 +164,28 @@ def test_answers_to_one_prompt_at_once_compute_it_once(engine: Engine, alone: Ll
     assert sorted(generation.n_cached for generation in generations) == [0, 149, 149, 149]
 
 
+def test_request_whose_prefix_was_being_computed_elsewhere_forgets_what_its_sequence_held(
+    llama: Llama, alone: Llama
+) -> None:
+    """It waits for another request's prompt, on a sequence with an older text; the other one is cancelled meanwhile."""
+    with Engine(llama, EngineOptions(prompt_chunk=1)) as engine:
+        old = [engine.submit(Request(prompt_of(30 + i, 60), 1, sampling=GREEDY)) for i in range(4)]
+        for generation in old:
+            collect(generation)
+        # A running answer keeps the prompts' chunks short.
+        busy = engine.submit(Request(prompt_of(40, 4), 200, sampling=Sampling(temperature=0, logit_bias={2: -100.0})))
+        wait_until(lambda: busy.n_generated > 1)
+        prompt = prompt_of(41, 100)
+        first = engine.submit(Request(prompt, 4, sampling=GREEDY))
+        second = engine.submit(Request(prompt, 8, sampling=GREEDY, n_top_logprobs=0))
+        wait_until(lambda: any(slot.waits_for is not None for slot in engine._slots))
+        first.cancel()
+        assert collect(first)[1] == "cancelled"
+        _, _, logprobs = collect(second)
+        busy.cancel()
+        assert_greedy(alone, prompt, [logprob.token for logprob in logprobs])
+
+
 def test_gaps_between_sequences_close(engine: Engine, alone: Llama) -> None:
     generations = [engine.submit(Request(prompt_of(i, 20), 200, sampling=GREEDY, n_top_logprobs=0)) for i in range(4)]
     wait_until(lambda: all(generation.n_generated > 3 for generation in generations))

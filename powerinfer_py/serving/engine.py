@@ -551,15 +551,13 @@ class Engine:
                 job.put(Piece(text, logprobs))
         slot.job = slot.sampler = slot.text = slot.next_token = slot.waits_for = None
         slot.last_used = self._i_step
-        for other in self._slots:
-            if other.waits_for is slot:
-                other.waits_for = None
         self._finish_waiting(job, reason, failure)
 
     # -- admission -------------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
         """Give waiting requests the free sequences."""
+        self._resume_waiting()
         while any(slot.job is None for slot in self._slots):
             with self._changed:
                 if not len(self._queue):
@@ -579,6 +577,8 @@ class Engine:
             other = max(self._slots, key=lambda s: self._n_coming(s, prompt))
             if other is not slot and self._n_coming(other, prompt) - n_cached >= MIN_COPIED_PREFIX:
                 slot.waits_for = other
+                # At once where the other one runs nothing: the next request could be given its sequence.
+                self._resume_waiting()
             else:
                 self._begin(slot, n_cached)
 
@@ -620,18 +620,20 @@ class Engine:
         return n_kept
 
     def _resume_waiting(self) -> None:
-        """Start requests whose prefix another sequence has computed, with a copy of it."""
+        """Start requests whose prefix another sequence has computed, or won't any more, with a copy of what there is.
+
+        Before a sequence gets its next request: until then it has the tokens that another one waits for.
+        """
         for slot in self._slots:
             other = slot.waits_for
-            if slot.job is None or (other is not None and other.job is not None and other.next_token is None):
+            if other is None or (other.job is not None and other.next_token is None):
                 continue
-            if other is not None:
-                slot.waits_for = None
-                prompt = slot.job.request.prompt
-                n_common = min(_common_length(other.tokens, prompt), len(prompt) - 1)
-                if n_common - _common_length(slot.tokens, prompt) >= MIN_COPIED_PREFIX:
-                    self._write_state(slot, self._read_state(other), other.tokens)
-                self._begin(slot, min(_common_length(slot.tokens, prompt), len(prompt) - 1))
+            slot.waits_for = None
+            prompt = slot.job.request.prompt
+            n_common = min(_common_length(other.tokens, prompt), len(prompt) - 1)
+            if n_common - _common_length(slot.tokens, prompt) >= MIN_COPIED_PREFIX:
+                self._write_state(slot, self._read_state(other), other.tokens)
+            self._begin(slot, min(_common_length(slot.tokens, prompt), len(prompt) - 1))
 
     # -- sequences are moved ---------------------------------------------------------------------------------------
 
@@ -678,7 +680,6 @@ class Engine:
 
     def _step(self) -> None:
         """Decode one token of each generating request and some of the prompts, and choose the next tokens."""
-        self._resume_waiting()
         self._compact()
         self._i_step += 1
         batch = self._batch

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 N_PARALLEL = 4
 N_CTX = 4096
+# Of keys and values, as llama_cpp's GGML_TYPE numbers; quantized values would need flash attention.
+CACHE_TYPES = {"f32": 0, "f16": 1}
 # After the grace: for cancelled requests to say so to their clients.
 _LAST_WORDS_S = 5
 
@@ -51,6 +53,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-c", "--ctx-size", type=int, default=N_CTX, help="context of each request, in tokens (default: %(default)s)"
     )
+    for flag, name in (("-ctk", "k"), ("-ctv", "v")):
+        parser.add_argument(
+            flag,
+            f"--cache-type-{name}",
+            choices=list(CACHE_TYPES),
+            default="f16",
+            help=f"type of the {name.upper()} cache: {', '.join(CACHE_TYPES)} (default: %(default)s)",
+            metavar="TYPE",
+        )
     parser.add_argument("--host", default=ServeOptions.host, help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=int, default=ServeOptions.port, help="0: any free one (default: %(default)s)")
     parser.add_argument("--api-key", action="append", metavar="KEY", help="ask for this key; may be given again")
@@ -143,6 +154,8 @@ def run(args: argparse.Namespace) -> int:
                 use_mlock=args.mlock,
                 n_threads=args.threads,
                 n_threads_batch=args.threads,
+                type_k=CACHE_TYPES[args.cache_type_k],
+                type_v=CACHE_TYPES[args.cache_type_v],
                 chat_format=args.chat_format,
                 verbose=False,
                 **vars(bench.gpu_options(args)),
