@@ -576,6 +576,32 @@ def gpu_options(args: argparse.Namespace) -> GpuOptions:
     return GpuOptions(args.vram_budget, args.device, args.reset_gpu_index, args.disable_gpu_index, args.require_split)
 
 
+def load_options(args: argparse.Namespace, model: str) -> dict[str, Any]:
+    """What `Llama` is given for the options of `add_load_arguments` and sparsity, threads and ctx_size.
+
+    Args:
+        args: the parsed command line.
+        model: path of the model; the context is at most what it was trained with.
+
+    Raises:
+        FormatError: not a model.
+        OptionError: as gpu_options.
+    """
+    base, _ = open_files(model, args.plan)
+    n_ctx_train = base.files[0].get_int(f"{base.architecture}.context_length") or args.ctx_size
+    return {
+        "sparsity": args.sparsity,
+        "plan": args.plan,
+        "strict": args.strict,
+        "mapped": args.mapped,
+        "use_mlock": args.mlock,
+        "n_threads": args.threads,
+        "n_threads_batch": args.threads,
+        "n_ctx": min(args.ctx_size, n_ctx_train),
+        **vars(gpu_options(args)),
+    }
+
+
 # Flags that only one of the two benchmarks has, as attribute names.
 _MODEL_FLAGS = (
     "model", "hf_repo", "hf_file", "hf_revision", "synthetic", "work_dir", "plan", "strict", "mapped", "mlock", "modes", "n_prompt", "n_gen", "context",

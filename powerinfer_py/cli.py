@@ -27,6 +27,7 @@ class Verb:
 VERBS = {
     "run": Verb("powerinfer_py.cli", "generate text", "add_run_arguments", "run_model"),
     "serve": Verb("powerinfer_py.serving.serve", "an HTTP server with OpenAI's interface, for many requests at once"),
+    "chat": Verb("powerinfer_py.chat", "a conversation in the terminal"),
     "bench": Verb("powerinfer_py.bench", "speed of the sparsity modes against stock llama.cpp, or of each kernel"),
     "convert": Verb(
         "powerinfer_py.tools.convert_hf_to_powerinfer_gguf", "a Hugging Face checkpoint to an extended GGUF"
@@ -171,7 +172,6 @@ def run_model(args: argparse.Namespace) -> int:
     import llama_cpp
 
     from powerinfer_py import bench, hub
-    from powerinfer_py.format import open_files
     from powerinfer_py.llama import Llama
 
     trace: list[dict[str, Any]] = []
@@ -179,20 +179,7 @@ def run_model(args: argparse.Namespace) -> int:
         plot = importlib.import_module("powerinfer_py.tools.plot_timeline")
         plot.check_plot()
     model = hub.resolve_model(args)
-    base, _ = open_files(model, args.plan)
-    n_ctx_train = base.files[0].get_int(f"{base.architecture}.context_length") or args.ctx_size
-    options = {
-        "sparsity": args.sparsity,
-        "plan": args.plan,
-        "strict": args.strict,
-        "mapped": args.mapped,
-        "use_mlock": args.mlock,
-        "n_threads": args.threads,
-        "n_threads_batch": args.threads,
-        "n_ctx": min(args.ctx_size, n_ctx_train),
-        **vars(bench.gpu_options(args)),
-    }
-    with Llama(model, verbose=False, **options) as llama:
+    with Llama(model, verbose=False, **bench.load_options(args, model)) as llama:
         text = ""
         if args.timeline:
             llama.trace(trace.append)

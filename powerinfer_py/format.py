@@ -329,7 +329,7 @@ class Plan:
                 "name the base model."
             )
         base = self.path.parent / self.base_file
-        if not base.is_file():
+        if not os.path.isfile(base):  # Path.is_file raises where a name is too long
             raise FormatError(
                 f"{self.path}: {KEYS['base_file']} is '{self.base_file}' but {base} isn't a file; "
                 "expected the base model there; "
@@ -894,10 +894,7 @@ class _PlanReader:
         self.check_tensor_names([layer["n_ff"] for layer in layers])
         offset, size = self.embedded_base()
         if not size and (base_file in (".", "..") or re.search(r"[/\\\0]", base_file)):
-            raise self.error(
-                f"{KEYS['base_file']} is {base_file[:80]!r}; expected a file name without folders; "
-                f"name the base model yourself, or {_PLAN_AGAIN}"
-            )
+            raise self.expected("base_file", base_file, "a file name without folders")
         return Plan(
             base_architecture=base_architecture,
             n_embd=self.n_embd,

@@ -22,6 +22,7 @@ MAX_KEYS = 65536
 MAX_TENSORS = 1 << 20
 MAX_DIMS = 4
 MAX_NAME_BYTES = 63
+MAX_VALUES = 1 << 59  # of a tensor: 8 bytes each stay below 2^63
 DEFAULT_ALIGNMENT = 32
 HEADER_BYTES = 24
 COPY_AGAIN = "copy or download the file again."
@@ -333,10 +334,11 @@ class GgufFile:
         ne = struct.unpack_from(f"<{n_dims}q", self._buffer, at + 4) or (1,)
         at += 4 + 8 * n_dims
         number, offset = struct.unpack_from("<IQ", self._buffer, at)
-        n_values = 1
+        n_values, n_places = 1, 1
         for n in ne:
             n_values *= n
-        if min(ne) < 0 or n_values >= 1 << 63:
+            n_places *= max(n, 1)  # numpy multiplies them too, before it looks for a 0
+        if min(ne) < 0 or n_places >= MAX_VALUES:
             raise self._error(f"tensor {_shown(name)} has an impossible shape; {COPY_AGAIN}")
         try:
             row_type = GGMLQuantizationType(number)

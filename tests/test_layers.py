@@ -99,6 +99,8 @@ PYTHON_IMPORTS = {
         "bench_report",
         "bench_kernels",
     },
+    "chat_view": set(),
+    "chat": {"errors", "format", "gguf_file", "_core", "llama", "hub", "bench", "chat_view"},
     "cli": {"errors", "format", "gguf_file", "_core", "llama", "hub", "bench", "__init__"},
 }
 # The same for powerinfer_py/serving/; "serving.x" is a module of that folder.

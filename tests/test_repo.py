@@ -24,9 +24,7 @@ DOCUMENTS = (
     "README.md",
     "CONTRIBUTING.md",
     "CHANGELOG.md",
-    "docs/pipeline.md",
-    "docs/placement.md",
-    "docs/speed.md",
+    *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))),
     "models/README.md",
     "models/tiny-relu/README.md",
 )
@@ -158,7 +156,7 @@ def test_version_and_llama_cpp_are_the_same_everywhere() -> None:
 
 
 def test_picture_is_well_formed_and_has_a_dark_variant() -> None:
-    text = (ROOT / "docs" / "how-it-works.svg").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "pictures" / "how-it-works.svg").read_text(encoding="utf-8")
     xml.etree.ElementTree.fromstring(text)
     assert "prefers-color-scheme: dark" in text
 

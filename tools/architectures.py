@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +38,7 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu",
 }
 _DEFAULT_ROPE_BASE = 10000.0
+_MAX_FLOAT = sys.float_info.max  # JSON has larger whole numbers
 _EPS_KEYS = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_eps")
 _N_CTX_FALCON = 2048  # its first checkpoints don't say it
 _N_OPT_PADDING = 2  # rows of the position embeddings before that of the first token
@@ -509,17 +511,18 @@ class _Config:
         value = self.values.get(key)
         if value is None and default is not None:
             return default
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= _MAX_FLOAT:
             self.wrong(key, "a number above 0", "give the checkpoint's own config.json")
         return float(value)
 
     def family(self) -> Family:
         classes = self.values.get("architectures")
-        if not isinstance(classes, list) or len(classes) != 1 or classes[0] not in FAMILIES:
+        name = classes[0] if isinstance(classes, list) and len(classes) == 1 else None
+        if not isinstance(name, str) or name not in FAMILIES:
             self.wrong("architectures", f"one of {', '.join(FAMILIES)}", "other architectures aren't known here")
         if "quantization_config" in self.values:
             self.wrong("quantization_config", "none", "give the checkpoint before it was quantized")
-        return FAMILIES[classes[0]]
+        return FAMILIES[name]
 
     def shape(self, family: Family) -> Shape:
         n_embd = self.count("hidden_size", "n_embed")
@@ -557,7 +560,7 @@ class _Config:
     def activation(self, family: Family, note: Note) -> tuple[str, float]:
         """The plan's activation and its parameter."""
         given = [key for key in family.activation_keys if self.values.get(key) is not None]
-        if len({self.values[key] for key in given}) > 1:
+        if any(self.values[key] != self.values[given[0]] for key in given):
             self.wrong(given[1], f"{given[0]}'s value, {self.values[given[0]]!r}", "say which is the activation")
         key = given[0] if given else family.activation_keys[0]
         name = self.values.get(key, family.activation_default)
@@ -614,6 +617,8 @@ class _Config:
             "partial_rotary_factor", self.values.get("partial_rotary_factor", 0.5 if family is _NEMOTRON else 1.0)
         )
         kind = given.get("rope_type", given.get("type", "default"))
+        if not isinstance(kind, str):
+            self.wrong(key, "a text as its rope_type", "give the checkpoint's own config.json")
         numbers = {"rope_theta": base, "partial_rotary_factor": share}
         wished = {"linear": ("factor",), "yarn": ("factor",)}.get(kind, ())
         if kind == "llama3":
@@ -622,7 +627,7 @@ class _Config:
         extra = ("beta_fast", "beta_slow", "original_max_position_embeddings")
         numbers.update({name: given[name] for name in extra if given.get(name) is not None})
         for name, value in numbers.items():
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= _MAX_FLOAT:
                 self.wrong(key, f"a number above 0 as its {name}", "give the checkpoint's own config.json")
         if not family.partial_rope and share != 1:
             self.wrong(

@@ -6,6 +6,7 @@ Files are mapped, not read: a tensor costs memory only while somebody changes it
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,7 +46,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise FormatError(
             f"{path}: {error.strerror}; expected a file of a Hugging Face checkpoint; check the folder."
         ) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise FormatError(
             f"{path}: can't be read ({str(error)[:120]}); expected JSON; download or mend the file."
         ) from None
@@ -172,7 +173,7 @@ class Checkpoint:
                 raise FormatError(f"{index}: {name} is in {file!r}; expected a file name without folders; {COPY_AGAIN}")
             shards.setdefault(file, set()).add(name)
         for file in sorted(shards):
-            if not (self.folder / file).is_file():
+            if not os.path.isfile(self.folder / file):  # Path.is_file raises where a name is too long
                 raise FormatError(
                     f"{self.folder / file}: isn't there; {index.name} expects it, with {len(shards[file])} tensors; "
                     "download the missing shard."

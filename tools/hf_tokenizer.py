@@ -8,14 +8,15 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import gguf
 
-from powerinfer_py.errors import FormatError
+from powerinfer_py.errors import FormatError, PowerInferError
 
 from .arguments import need_packages
 from .checkpoint import read_json
@@ -589,6 +590,29 @@ def add_tokenizer(writer: gguf.GGUFWriter, folder: Path, config: dict[str, Any],
         OptionError: a package isn't installed.
         FormatError: no tokenizer, a broken one, or one that llama.cpp can't do.
     """
+    with _values_as_expected(folder):
+        _add_tokenizer(writer, folder, config, note)
+
+
+@contextmanager
+def _values_as_expected(folder: Path) -> Iterator[None]:
+    """Makes one error of a value that no tokenizer has where it stands: a number for a text, a list for an object.
+
+    Raises:
+        FormatError: there is one.
+    """
+    try:
+        yield
+    except PowerInferError:
+        raise
+    except (AttributeError, IndexError, KeyError, RecursionError, TypeError, ValueError) as error:
+        raise FormatError(
+            f"{folder}: a file of the tokenizer holds something unexpected ({type(error).__name__}: {str(error)[:120]}); "
+            "expected what transformers or SentencePiece wrote; download the tokenizer's files again."
+        ) from error
+
+
+def _add_tokenizer(writer: gguf.GGUFWriter, folder: Path, config: dict[str, Any], note: Note) -> None:
     tokenizer_config = _read_json(folder / "tokenizer_config.json")
     vocabulary = _read_vocabulary(folder, tokenizer_config, config, note)
     _add_tokens(vocabulary, folder, tokenizer_config, note)

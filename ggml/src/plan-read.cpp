@@ -35,6 +35,7 @@ namespace {
 
 constexpr uint64_t max_keys = 65536;
 constexpr uint64_t max_tensors = 1 << 20;
+constexpr uint64_t max_values = uint64_t(1) << 59;  // of a tensor: 8 bytes each stay below 2^63
 constexpr size_t tail_bytes = 4096;  // of zeros behind a mapped file: kernels may read past a row
 constexpr uint64_t gguf_header_bytes = 24;  // magic, version, tensor count, key count
 constexpr char copy_again[] = "copy or download the file again.";
@@ -436,12 +437,14 @@ private:
             return error_at(where_, "tensor ", shown(name), " has ", n_dims, " dimensions; expected at most ", GGML_MAX_DIMS,
                             "; ", copy_again);
         }
-        uint64_t n_values = 1;
+        uint64_t n_values = 1, n_places = 1;
         for (uint32_t j = 0; j < n_dims; j++) {
             if (!cursor.read(tensor.ne[j])) {
                 return truncated("tensor", i);
             }
-            if (tensor.ne[j] < 0 || __builtin_mul_overflow(n_values, uint64_t(tensor.ne[j]), &n_values) || n_values > INT64_MAX) {
+            n_values *= uint64_t(tensor.ne[j]);
+            if (tensor.ne[j] < 0 || __builtin_mul_overflow(n_places, uint64_t(std::max<int64_t>(tensor.ne[j], 1)), &n_places) ||
+                n_places >= max_values) {
                 return error_at(where_, "tensor ", shown(name), " has an impossible shape; ", copy_again);
             }
         }
@@ -1084,6 +1087,8 @@ private:
     }
 
     status open_base(const std::string & base_override, base_model & base) {
+        std::string_view name;
+        POWERINFER_TRY(read_scalar(format::key_base_file, need::optional, name));
         if (const gguf_tensor * embedded = view_.find_tensor(format::tensor_base)) {
             if (!base_override.empty()) {
                 return error_at(path_, "carries its base model; ", base_override, " was named as base too; leave that out.");
@@ -1099,20 +1104,16 @@ private:
             plan_.base_size_bytes = embedded->size_bytes;
             return base_model::open_embedded(path_ + " (the base model in it)", embedded->data, embedded->size_bytes, base);
         }
+        if (name == "." || name == ".." || name.find_first_of(std::string_view("/\\\0", 3)) != std::string_view::npos) {
+            return error_at(path_, format::key_base_file, " is '", shown(name), "'; expected a file name without folders; ",
+                            plan_again);
+        }
         plan_.base_path = base_override;
         if (base_override.empty()) {
-            std::string_view name;
-            POWERINFER_TRY(read_scalar(format::key_base_file, need::optional, name));
             if (name.empty()) {
                 return error_at(path_, "has neither ", format::key_base_file,
                                 " nor an embedded base model; expected one of them; "
                                 "name the base model.");
-            }
-            if (name == "." || name == ".." || name.find_first_of(std::string_view("/\\\0", 3)) != std::string_view::npos) {
-                return error_at(path_, format::key_base_file, " is '", shown(name),
-                                "'; expected a file name without folders; "
-                                "name the base model yourself, or ",
-                                plan_again);
             }
             plan_.base_path = folder_of(path_) + std::string(name);
             if (!is_file(plan_.base_path)) {

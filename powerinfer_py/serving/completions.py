@@ -34,7 +34,9 @@ MAX_GRAMMAR_DEPTH = 2000
 # Of a logarithm in an answer, as OpenAI's: JSON has no infinity.
 LEAST_LOGPROB = -9999.0
 # Of the chat formats that aren't a template from the model, those that know tools.
-_FUNCTION_FORMATS = ("chatml-function-calling", "functionary", "functionary-v1", "functionary-v2")
+_FUNCTION_FORMATS = ("chatml-function-calling", "functionary")
+# These need a Hugging Face tokenizer beside the model.
+_TOKENIZER_FORMATS = ("functionary-v1", "functionary-v2")
 
 
 @dataclass(frozen=True)
@@ -382,8 +384,11 @@ class ServedModel:
             )
         except PowerInferError:
             raise
-        except (ValueError, TypeError, jinja2.TemplateError) as error:
-            raise OptionError(f"messages: {error}; expected what chat format {self.chat_format} can say.") from error
+        except (ValueError, TypeError, AssertionError, jinja2.TemplateError) as error:
+            raise OptionError(
+                f"messages: {str(error) or 'an option that it has not'}; expected what chat format {self.chat_format} offers; "
+                "ask for less."
+            ) from error
         tidy = _Tidy(model, is_legacy=functions is not None)
         return map(tidy.chunk, answer) if options.get("stream") else tidy.whole(answer)
 
@@ -434,7 +439,7 @@ class ServedModel:
         if self._template is not None or self.chat_format not in llama_chat_format_names():
             return messages
         roles = [message["role"] for message in messages]
-        if self.chat_format.startswith("functionary"):
+        if self.chat_format == "functionary":
             return messages
         if "tool" in roles or "function" in roles:
             raise OptionError(
@@ -485,7 +490,7 @@ class _HandlerModel:
         return self._note(answer)
 
     def _note(self, part: dict[str, Any]) -> dict[str, Any]:
-        """Remember how the generation ended."""
+        """Remember how the generations ended: cut, if one of them was."""
         if "usage" in part:
             usage = part["usage"]
             self.usage = Usage(
@@ -493,7 +498,8 @@ class _HandlerModel:
                 self.usage.n_cached + usage["prompt_tokens_details"]["cached_tokens"],
                 self.usage.n_generated + usage["completion_tokens"],
             )
-            self.finish_reason = part["choices"][0]["finish_reason"]
+            if self.finish_reason != "length":
+                self.finish_reason = part["choices"][0]["finish_reason"]
         return part
 
 
@@ -511,7 +517,11 @@ class _Tidy:
 
     def whole(self, answer: dict[str, Any]) -> dict[str, Any]:
         """An answer that wasn't streamed."""
-        self._tidy_choice(answer["choices"][0], answer["choices"][0]["message"])
+        message = answer["choices"][0]["message"]
+        if "tool_calls" in message:
+            # Upstream's older form has a wrong name where the model chose the function.
+            message["function_call"] = message["tool_calls"][0]["function"]
+        self._tidy_choice(answer["choices"][0], message)
         answer["usage"] = self._model.usage.as_dict()
         return answer
 
@@ -546,8 +556,9 @@ class _Tidy:
 
 
 def llama_chat_format_names() -> list[str]:
-    """The chat formats that llama_cpp has by name."""
-    return sorted(llama_chat_format.LlamaChatCompletionHandlerRegistry()._chat_handlers)
+    """The chat formats that llama_cpp has by name, and that need nothing beside the model."""
+    known = llama_chat_format.LlamaChatCompletionHandlerRegistry()._chat_handlers
+    return sorted(name for name in known if name not in _TOKENIZER_FORMATS)
 
 
 def check_grammar(grammar: LlamaGrammar | str) -> str:

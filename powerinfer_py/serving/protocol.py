@@ -16,6 +16,7 @@ from powerinfer_py.serving.requests import Sampling
 MAX_CHOICES = 64  # texts that one request may ask for: prompts x n
 MAX_EMBEDDINGS = 256
 MAX_MESSAGES = 4096
+MAX_PARTS = 1024  # of a message
 MAX_TOOLS = 128
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 256  # characters
@@ -64,7 +65,8 @@ def _check_schema(schema: dict[str, Any]) -> dict[str, Any]:
 
 Schema = Annotated[dict[str, Any], AfterValidator(_check_schema)]
 Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME_LENGTH)]
-Token = Annotated[int, Field(strict=True, ge=0)]
+# The first error is enough: a million of them hold up everybody for 20 s.
+Tokens = Annotated[list[Annotated[int, Field(strict=True, ge=0)]], Field(fail_fast=True)]
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 
 
@@ -156,8 +158,8 @@ class CompletionBody(_GenerationBody):
     prompt: Union[
         str,
         Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES)],
-        list[Token],
-        Annotated[list[list[Token]], Field(min_length=1, max_length=MAX_CHOICES)],
+        Tokens,
+        Annotated[list[Tokens], Field(min_length=1, max_length=MAX_CHOICES)],
     ]
     max_tokens: Optional[int] = Field(16, ge=1)
     suffix: Optional[str] = None
@@ -208,7 +210,7 @@ class Message(Body):
     """One turn of a chat."""
 
     role: Literal["developer", "system", "user", "assistant", "tool", "function"]
-    content: Union[str, list[TextPart], None] = None
+    content: Union[str, Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)], None] = None
     name: Optional[Name] = None
     tool_calls: Optional[list[ToolCall]] = Field(None, max_length=MAX_TOOLS)
     tool_call_id: Optional[Name] = None
@@ -320,8 +322,8 @@ class EmbeddingBody(Body):
     input: Union[
         str,
         Annotated[list[str], Field(min_length=1, max_length=MAX_EMBEDDINGS)],
-        Annotated[list[Token], Field(min_length=1)],
-        Annotated[list[Annotated[list[Token], Field(min_length=1)]], Field(min_length=1, max_length=MAX_EMBEDDINGS)],
+        Annotated[Tokens, Field(min_length=1)],
+        Annotated[list[Annotated[Tokens, Field(min_length=1)]], Field(min_length=1, max_length=MAX_EMBEDDINGS)],
     ]
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Optional[int] = None
