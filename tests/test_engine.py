@@ -354,6 +354,7 @@ def test_snapshot_says_what_runs(tiny_model: Callable[..., Path], tiny_plan: Cal
         generation = engine.submit(Request((5, 6, 7), 200, sampling=Sampling(logit_bias={2: -100.0})))
         wait_until(lambda: any(slot.state == "generating" for slot in engine.snapshot().slots))
         engine.set_sparsity("dense")
+        assert {layer.sparsity for layer in engine.snapshot().layers} == {"dense"}
         collect(generation)
         wait_until(lambda: engine.snapshot().n_running == 0)
         after = engine.snapshot()

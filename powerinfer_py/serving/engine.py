@@ -15,7 +15,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import llama_cpp
@@ -380,7 +380,14 @@ class Engine:
             PlanError, OptionError: as Llama.sparsity.
             ClosedError, PowerInferError: the engine was closed, or failed.
         """
-        self._call(lambda: setattr(self.llama, "sparsity", mode))
+
+        def change() -> None:
+            self.llama.sparsity = mode
+            self._layer_states = [
+                replace(state, sparsity=layer.sparsity) for state, layer in zip(self._layer_states, self.llama.layers())
+            ]
+
+        self._call(change)
 
     def snapshot(self) -> Snapshot:
         """What it does; cheap, at any time."""
