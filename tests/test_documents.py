@@ -49,10 +49,10 @@ REPLACED = (
     # fewer tokens
     (r"powerinfer profile (\S+) (.*)--tokens \d+", r"powerinfer profile \1 \2-c 128 --tokens 2048", ""),
     (r"powerinfer profile (?!.*--tokens)", "powerinfer profile -c 128 --tokens 2048 ", ""),
-    (r"powerinfer train (?!.*--tokens)", "powerinfer train -c 128 --tokens 2048 --kind linear --layers 0-1 ", ""),
+    (r"powerinfer train (?!.*--tokens)", "powerinfer train -c 128 --tokens 2048 --kind linear --layers 0 ", ""),
     (r"(powerinfer perplexity .*)--chunks \d+", r"\1-c 128 --chunks 2", ""),
     # shorter runs, on a machine that other work may share
-    (r"powerinfer bench --kernels", "powerinfer bench --kernels --n 256 --n-rows 512 -r 1 --allow-noise", ""),
+    (r"powerinfer bench --kernels", "powerinfer bench --kernels --n 256 --n-rows 512 --densities 10 -r 1 --allow-noise", ""),
     (r"powerinfer bench (?!--kernels)", "powerinfer bench --allow-noise -r 1 -p 16 -n 8 ", ""),
     (r"powerinfer run (.*)--compare", r"powerinfer run \1-n 8 --compare", ""),
     (r"powerinfer measure-hardware", "powerinfer measure-hardware --types q4_0 --row-mib 8 --repeat-ms 5 --n-embd 512 --n-ff 1024", ""),
