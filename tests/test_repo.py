@@ -67,7 +67,7 @@ def test_installed_package_has_what_it_needs_and_no_sources() -> None:
     listed = importlib.metadata.files("powerinfer_py") or []
     names = {str(path) for path in listed}
     if not is_editable():
-        needed = ("py.typed", "tools/inspect_model.py", "tools/machines/rtx4090.json")
+        needed = ("py.typed", "serving/page/page.js", "tools/inspect_model.py", "tools/machines/rtx4090.json")
         assert {f"powerinfer_py/{name}" for name in needed} <= names
     assert {
         "powerinfer_py/_core.pyi",
