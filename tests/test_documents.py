@@ -34,6 +34,8 @@ ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = Path(sysconfig.get_path("scripts"))
 TINY = ROOT / "models" / "tiny-relu" / "tiny-relu.Q8_0.gguf"
 PAGES = ("README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))))
+# Another test runs the blocks of this page.
+RUN_ELSEWHERE = {"docs/interoperability.md": "test_interop.py"}
 TIMEOUT_S = 120
 START_S = 60  # of a server
 MAX_PICTURE_BYTES = 120_000
@@ -61,6 +63,7 @@ REPLACED = (
 NOT_RUN = (
     (r"^(CMAKE_ARGS=.* )?make (run|test)\b", "sets up an environment and compiles llama.cpp; CI begins with it"),
     (r"\bpip install\b", "needs the network"),
+    (r"^serve run\b", "would join any Ray of this machine; test_ray.py runs the same application"),
     (r"gpu_check\.sh", "needs nvcc or a GPU"),
     (r"--synthetic 1\.2b", "makes models of a gigabyte each"),
 )
@@ -231,7 +234,7 @@ def reader(tmp_path: Path) -> Iterator[Reader]:
         yield Reader(tmp_path, resources)
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in RUN_ELSEWHERE])
 def test_commands_of_the_page_run(page: str, reader: Reader) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     blocks = code_blocks(text)
