@@ -33,6 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = Path(sysconfig.get_path("scripts"))
 TINY = ROOT / "models" / "tiny-relu" / "tiny-relu.Q8_0.gguf"
 PAGES = ("README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))))
+RUN_ELSEWHERE = ("docs/interoperability.md",)  # by test_interop.py
 TIMEOUT_S = 120
 START_S = 60  # of a server
 MAX_PICTURE_BYTES = 120_000
@@ -224,7 +225,7 @@ def reader(tmp_path: Path) -> Iterator[Reader]:
         yield Reader(tmp_path, resources)
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in RUN_ELSEWHERE])
 def test_commands_of_the_page_run(page: str, reader: Reader) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     blocks = code_blocks(text)
