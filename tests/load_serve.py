@@ -19,6 +19,7 @@ import signal
 import ssl
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import threading
 import time
@@ -699,7 +700,7 @@ def start_server(options: LoadOptions, is_exact: bool, report: Report) -> Iterat
         Its URL and process id.
     """
     command = [
-        sys.executable, "-m", "powerinfer_py.cli", "serve", str(options.model), "--port", "0", "--api-key", options.api_key,
+        os.path.join(sysconfig.get_path("scripts"), "powerinfer"), "serve", str(options.model), "--port", "0", "--api-key", options.api_key,
         "--parallel", str(options.parallel), "--ctx-size", str(options.context), "--queue-limit", str(options.queue_limit),
         "--sparsity", options.sparsity, *(("--plan", str(options.plan)) if options.plan else ()),
         *(F32_CACHE if is_exact else ()),
