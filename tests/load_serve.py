@@ -19,6 +19,7 @@ import signal
 import ssl
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import threading
 import time
@@ -34,6 +35,7 @@ import numpy as np
 import rich.console
 import rich.progress
 import rich.table
+from llama_cpp._utils import suppress_stdout_stderr
 
 from powerinfer_py import Llama
 
@@ -148,7 +150,8 @@ class Vocabulary:
     """The model's tokens, for prompts and answers; needs no weights."""
 
     def __init__(self, path: Path) -> None:
-        self.llama = Llama(path, vocab_only=True, verbose=False)
+        with suppress_stdout_stderr(disable=False):  # llama.cpp warns of a context that is never used
+            self.llama = Llama(path, vocab_only=True, verbose=False)
         vocab = self.llama._model.vocab
         buffer = ctypes.create_string_buffer(1024)
         self.ids: dict[bytes, int] = {}
@@ -697,7 +700,7 @@ def start_server(options: LoadOptions, is_exact: bool, report: Report) -> Iterat
         Its URL and process id.
     """
     command = [
-        sys.executable, "-m", "powerinfer_py.cli", "serve", str(options.model), "--port", "0", "--api-key", options.api_key,
+        os.path.join(sysconfig.get_path("scripts"), "powerinfer"), "serve", str(options.model), "--port", "0", "--api-key", options.api_key,
         "--parallel", str(options.parallel), "--ctx-size", str(options.context), "--queue-limit", str(options.queue_limit),
         "--sparsity", options.sparsity, *(("--plan", str(options.plan)) if options.plan else ()),
         *(F32_CACHE if is_exact else ()),
@@ -872,6 +875,14 @@ def table(options: LoadOptions, report: Report) -> rich.table.Table:
     return shown
 
 
+def print_report(options: LoadOptions, report: Report) -> None:
+    """The table, and the first failures."""
+    console = rich.console.Console(width=110)
+    console.print(table(options, report))
+    for text in report.failures[:20]:
+        console.print(f"FAILED: {text}", markup=False)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line.
 
@@ -894,10 +905,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-scored", type=int, help="answers that are scored again, of all")
     options = LoadOptions(**vars(parser.parse_args(arguments)))
     report = run_load(options)
-    console = rich.console.Console(width=110)
-    console.print(table(options, report))
-    for text in report.failures[:20]:
-        console.print(f"FAILED: {text}", markup=False)
+    print_report(options, report)
     return 1 if report.failures else 0
 
 

@@ -6,7 +6,6 @@ What runs is the code of docs/interoperability.md, block by block; nothing of it
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import socket
 import subprocess

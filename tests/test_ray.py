@@ -86,7 +86,9 @@ def train_options(tmp_path: Path, text: Path) -> tp.TrainOptions:
     rates = tmp_path / "rates.json"
     predictor_cost.write_rates(DEAR_GATE, rates)
     limits = {"tokens": N_WINDOWS * N_CTX, "ctx": N_CTX, "threads": 1}
-    return tp.TrainOptions(model, (text,), plan, kind="linear", rates=rates, recall=0.98, ray=ray_tasks.LOCAL, **limits)
+    return tp.TrainOptions(
+        model, (text,), plan, kind="linear", device="cpu", rates=rates, recall=0.98, ray=ray_tasks.LOCAL, **limits
+    )
 
 
 def profile(options: pa.ProfileOptions, steps: Stopper | None = None) -> bytes:
@@ -339,7 +341,7 @@ def service(tmp_path_factory: pytest.TempPathFactory, cluster: str) -> Iterator[
     application["args"]["api_key_file"] = str(folder / "keys.txt")
     (deployment,) = application["deployments"]
     # at once, instead of after some seconds
-    deployment["autoscaling_config"] |= {"target_ongoing_requests": 1, "upscale_delay_s": 0, "look_back_period_s": 1}
+    deployment["autoscaling_config"] |= {"target_ongoing_requests": 1, "upscale_delay_s": 0}
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     command = [sys.executable, "-m", "ray.serve.scripts", "run", "--address", cluster, str(folder / "config.yaml")]
     with (folder / "log").open("w+b") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:

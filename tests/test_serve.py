@@ -397,6 +397,24 @@ def test_json_schema_is_kept(smol: Server) -> None:
     assert answer.choices[0].message.content.lstrip().startswith("{")
 
 
+def test_strings_of_a_schema_hold_no_control_characters(tiny: Server) -> None:
+    """Upstream's grammar lets a line break into them."""
+    schema = {"type": "object", "properties": {"s": {"type": "string", "maxLength": 6}}, "required": ["s"]}
+    chat = {
+        "messages": USER,
+        "temperature": 0,
+        "max_tokens": 40,
+        "logit_bias": {"13": 100},
+    }  # the token of a line break
+    for options in (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}},
+        {"tools": [{"type": "function", "function": {"name": "s", "parameters": schema}}], "tool_choice": "required"},
+    ):
+        message = tiny.post("/v1/chat/completions", chat | options).json()["choices"][0]["message"]
+        text = message["tool_calls"][0]["function"]["arguments"] if "tools" in options else message["content"]
+        assert set(json.loads(text)) == {"s"}
+
+
 @pytest.mark.parametrize(
     "schema",
     [

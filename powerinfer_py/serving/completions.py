@@ -580,7 +580,7 @@ def check_grammar(grammar: LlamaGrammar | str) -> str:
     Raises:
         OptionError: parentheses are nested too deep.
     """
-    text = grammar if isinstance(grammar, str) else grammar._grammar
+    text = grammar if isinstance(grammar, str) else _without_control_characters(grammar._grammar)
     depth = deepest = 0
     for mark in re.sub(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#[^\n]*|[^()]', "", text):
         depth += 1 if mark == "(" else -1
@@ -592,9 +592,14 @@ def check_grammar(grammar: LlamaGrammar | str) -> str:
     return text
 
 
+def _without_control_characters(grammar: str) -> str:
+    """Upstream's grammar of a schema, with JSON's strings: it lets a line break stand in them (0.3.36), which no parser takes."""
+    return re.sub(r'^char ::= \[\^"\\\\\]', lambda _: r'char ::= [^"\\\x7F\x00-\x1F]', grammar, flags=re.MULTILINE)
+
+
 def _schema_grammar(where: str, schema: str) -> str:
     try:
-        return LlamaGrammar.from_json_schema(schema, verbose=False)._grammar
+        return _without_control_characters(LlamaGrammar.from_json_schema(schema, verbose=False)._grammar)
     except Exception as error:  # assertions, KeyError, RecursionError: all mean a schema it can't read
         text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         raise OptionError(f"{where}: no grammar can be made of its schema ({text}); expected JSON schema.") from error

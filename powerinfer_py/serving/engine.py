@@ -42,6 +42,7 @@ STEPS_BEFORE_COMPACTION = 4
 RATE_WINDOW_S = 2.0
 LAYER_WINDOW_S = 1.0
 
+_UINT8_POINTER = ctypes.POINTER(ctypes.c_uint8)
 _logger = logging.getLogger("powerinfer_py")
 
 
@@ -656,19 +657,22 @@ class Engine:
 
     # -- sequences are moved ---------------------------------------------------------------------------------------
 
-    def _read_state(self, slot: _Slot) -> ctypes.Array[ctypes.c_uint8]:
+    def _read_state(self, slot: _Slot) -> np.ndarray:
         size = llama_cpp.llama_state_seq_get_size(self._context, slot.i_seq)
-        state = (ctypes.c_uint8 * size)()
-        if llama_cpp.llama_state_seq_get_data(self._context, state, size, slot.i_seq) != size:
+        # Not an array of ctypes: that makes a type for each size, and keeps it.
+        state = np.empty(size, np.uint8)
+        data = state.ctypes.data_as(_UINT8_POINTER)
+        if llama_cpp.llama_state_seq_get_data(self._context, data, size, slot.i_seq) != size:
             raise PowerInferError(
                 f"sequence {slot.i_seq}: llama.cpp can't read its state; expected {size} bytes; report it."
             )
         return state
 
-    def _write_state(self, slot: _Slot, state: ctypes.Array[ctypes.c_uint8], tokens: Sequence[int]) -> None:
+    def _write_state(self, slot: _Slot, state: np.ndarray, tokens: Sequence[int]) -> None:
         llama_cpp.llama_memory_seq_rm(self._memory, slot.i_seq, -1, -1)
         slot.tokens = list(tokens)
-        if tokens and not llama_cpp.llama_state_seq_set_data(self._context, state, len(state), slot.i_seq):
+        data = state.ctypes.data_as(_UINT8_POINTER)
+        if tokens and not llama_cpp.llama_state_seq_set_data(self._context, data, state.nbytes, slot.i_seq):
             raise PowerInferError(
                 f"sequence {slot.i_seq}: llama.cpp can't set its state; expected it to fit; report it."
             )
