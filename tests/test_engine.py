@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from powerinfer_py import Llama
-from powerinfer_py.errors import ClosedError, OptionError, PowerInferError, QueueFullError
+from powerinfer_py.errors import CancelledError, ClosedError, OptionError, PowerInferError, QueueFullError
 from powerinfer_py.serving.engine import Engine, EngineOptions, Generation, load_model
 from powerinfer_py.serving.fair_queue import FairQueue
 from powerinfer_py.serving.requests import Piece, Request, Sampling, TokenLogprob
@@ -264,7 +264,7 @@ def test_time_out_ends_waiting_and_running_requests(llama: Llama) -> None:
         assert collect(waiting)[:2] == ("", "timeout")
         assert {collect(generation)[1] for generation in running} <= {"timeout", "length"}
         with pytest.raises(PowerInferError, match="timeout"):
-            engine.embed([[5, 6]], timeout_s=0.0)
+            engine.submit_embedding([5, 6], timeout_s=0.0).wait()
 
 
 def test_closing_ends_everything(llama: Llama) -> None:
@@ -321,11 +321,16 @@ def test_top_logprobs_of_all_and_of_none() -> None:
 def test_embeddings_are_those_of_llama_cpp(engine: Engine, model_path: Path) -> None:
     prompts = [prompt_of(i, n) for i, n in enumerate((1, 30, 200))]
     busy = engine.submit(Request((5, 6), 30, sampling=GREEDY))
-    found = engine.embed(prompts)
+    jobs = [engine.submit_embedding(prompt) for prompt in prompts]
+    gone = engine.submit_embedding(prompts[2])
+    gone.cancel()
+    found = [job.wait() for job in jobs]
+    with pytest.raises(CancelledError):
+        gone.wait()
     collect(busy)
-    assert found.shape == (3, 64) and found.dtype == np.float32
     with Llama(model_path, n_ctx=N_CTX, embedding=True, pooling_type=0, **EXACT_OPTIONS) as stock:
         for row, prompt in zip(found, prompts):
+            assert row.shape == (64,) and row.dtype == np.float32
             stock._batch.reset()
             stock._ctx.kv_cache_clear()
             stock._batch.add_sequence(list(prompt), 0, True)
@@ -335,7 +340,6 @@ def test_embeddings_are_those_of_llama_cpp(engine: Engine, model_path: Path) -> 
             )
             expected = rows.mean(0) / np.linalg.norm(rows.mean(0))
             assert np.abs(row - expected).max() < 1e-4
-    assert engine.embed([]).shape == (0, 64)
 
 
 def test_snapshot_says_what_runs(tiny_model: Callable[..., Path], tiny_plan: Callable[..., Path]) -> None:
@@ -350,6 +354,7 @@ def test_snapshot_says_what_runs(tiny_model: Callable[..., Path], tiny_plan: Cal
         generation = engine.submit(Request((5, 6, 7), 200, sampling=Sampling(logit_bias={2: -100.0})))
         wait_until(lambda: any(slot.state == "generating" for slot in engine.snapshot().slots))
         engine.set_sparsity("dense")
+        assert {layer.sparsity for layer in engine.snapshot().layers} == {"dense"}
         collect(generation)
         wait_until(lambda: engine.snapshot().n_running == 0)
         after = engine.snapshot()

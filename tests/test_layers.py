@@ -130,6 +130,7 @@ SERVING_IMPORTS = {
         "serving.metrics",
         "serving.protocol",
     },
+    "ray_serve": {"__init__", "_core", "errors", "format", "serving.app", "serving.engine", "serving.serve"},
     "serve": {
         "__init__",
         "bench",

@@ -750,6 +750,13 @@ def test_a_client_that_goes_away_before_its_answer_ends_its_generation(narrow: S
         running.close()
         wait_until(lambda: is_idle(narrow))
     assert narrow.engine.snapshot().n_requests == {"cancelled": 4}
+    running = raw_post(narrow, LONG)
+    wait_until(lambda: narrow.engine.snapshot().n_running == 1)
+    waiting = raw_post(narrow, {"input": "a"}, "/v1/embeddings")
+    wait_until(lambda: narrow.engine.snapshot().n_waiting == 1)
+    waiting.close()
+    wait_until(lambda: narrow.engine.snapshot().n_waiting == 0)
+    running.close()
     wait_until(lambda: not narrow.app.state.serving._calls)
     assert (
         'powerinfer_http_requests_total{path="/v1/completions",status="200"}'
@@ -758,11 +765,13 @@ def test_a_client_that_goes_away_before_its_answer_ends_its_generation(narrow: S
 
 
 def test_time_that_is_up_is_an_error(model_path: Path) -> None:
-    with serve(model_path, 1, EngineOptions(timeout_s=0.3), step_s=0.005) as server:
+    with serve(model_path, 1, EngineOptions(queue_limit=256, timeout_s=0.3), step_s=0.005) as server:
         model = name_of(server)
         answer = server.post("/v1/completions", LONG)
         assert error_of(answer, 504)["code"] == "timeout"
         assert answer.headers["x-should-retry"] == "false"
+        embeddings = server.post("/v1/embeddings", {"input": ["a"] * 200})
+        assert error_of(embeddings, 504)["code"] == "timeout"
         stream = server.client().completions.create(model=model, stream=True, **LONG)
         text = ""
         with pytest.raises(openai.APIError, match="time was up"):

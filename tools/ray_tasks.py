@@ -69,7 +69,6 @@ class Cluster:
                 ray.init(
                     **options,
                     log_to_driver=verbose,
-                    configure_logging=True,
                     logging_level="INFO" if verbose else "ERROR",
                 )
             except (ConnectionError, RuntimeError, ValueError) as error:

@@ -267,18 +267,22 @@ class Serving:
             )
         if "" in body.inputs:
             raise HttpError(400, "input: an empty text; expected some; leave it out.", param="input")
-        client = self._client(request, body.user)
+        call = self._open_call(request, body.user)
 
-        def embed() -> tuple[list[list[int]], Any]:
+        def embed() -> tuple[list[list[int]], list[Any]]:
             prompts = [self._model.prompt_tokens(text) for text in body.inputs]
-            return prompts, self._engine.embed(prompts, client)
+            return prompts, [embedding.wait() for embedding in [call.submit_embedding(prompt) for prompt in prompts]]
 
         def encode(row: Any) -> str | list[float]:
             if body.encoding_format == "float":
                 return row.tolist()
             return base64.b64encode(row.astype("<f4").tobytes()).decode("ascii")
 
-        prompts, rows = await anyio.to_thread.run_sync(embed, limiter=self._limiter, abandon_on_cancel=True)
+        close = self._watch(request, call)
+        try:
+            prompts, rows = await anyio.to_thread.run_sync(embed, limiter=self._limiter, abandon_on_cancel=True)
+        finally:
+            close()
         n_tokens = sum(map(len, prompts))
         data = [{"object": "embedding", "index": i, "embedding": encode(row)} for i, row in enumerate(rows)]
         usage = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
@@ -336,16 +340,11 @@ class Serving:
             call.cancel()
         return call
 
-    async def _answer(
-        self, request: Request, call: Call, jobs: Sequence[Callable[[], Any]], body: CompletionBody | ChatBody
-    ) -> Response:
-        """Run jobs at the same time, and answer with what they return, or with the chunks that they yield.
+    def _watch(self, request: Request, call: Call) -> Callable[[], None]:
+        """Cancel a call when its client goes away, or the server ends.
 
-        Args:
-            request: whose client may go away meanwhile.
-            call: that the jobs belong to.
-            jobs: one for each choice.
-            body: what was asked for.
+        Returns:
+            What is called when its answer ends.
         """
         self._calls.add(call)
         watch = asyncio.create_task(_cancel_when_gone(request, call))
@@ -357,6 +356,20 @@ class Serving:
             for timing in call.timings:
                 self.metrics.add_timing(timing)
 
+        return close
+
+    async def _answer(
+        self, request: Request, call: Call, jobs: Sequence[Callable[[], Any]], body: CompletionBody | ChatBody
+    ) -> Response:
+        """Run jobs at the same time, and answer with what they return, or with the chunks that they yield.
+
+        Args:
+            request: whose client may go away meanwhile.
+            call: that the jobs belong to.
+            jobs: one for each choice.
+            body: what was asked for.
+        """
+        close = self._watch(request, call)
         items = self._run(jobs)
         try:
             if body.stream:

@@ -12,9 +12,9 @@ import re
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jinja2
 import llama_cpp
@@ -25,7 +25,9 @@ from powerinfer_py.errors import CancelledError, OptionError, PowerInferError, R
 from powerinfer_py.serving.requests import Piece, Request, Sampling, TokenLogprob
 
 if TYPE_CHECKING:
-    from powerinfer_py.serving.engine import Engine, Generation
+    from powerinfer_py.serving.engine import Embedding, Engine, Generation
+
+Running = TypeVar("Running", "Generation", "Embedding")
 
 _logger = logging.getLogger("powerinfer_py")
 
@@ -79,7 +81,7 @@ class Call:
         self.timings: list[Timing] = []
         self._engine = engine
         self._client = client
-        self._generations: list[Generation] = []
+        self._running: list[Generation | Embedding] = []
         self._is_cancelled = False
         self._lock = threading.Lock()
 
@@ -95,12 +97,23 @@ class Call:
             CancelledError: the call was cancelled before.
             QueueFullError, OptionError: as Engine.submit.
         """
+        return self._start(lambda: self._engine.submit(request))
+
+    def submit_embedding(self, prompt: Sequence[int]) -> Embedding:
+        """Put a text whose embedding is wanted into the engine's queue.
+
+        Raises:
+            As submit.
+        """
+        return self._start(lambda: self._engine.submit_embedding(prompt, self._client))
+
+    def _start(self, start: Callable[[], Running]) -> Running:
         with self._lock:
             if self._is_cancelled:
                 raise CancelledError("request: it was cancelled before it began; send it again.")
-            generation = self._engine.submit(request)
-            self._generations.append(generation)
-            return generation
+            running = start()
+            self._running.append(running)
+            return running
 
     def read_pieces(self, generation: Generation) -> Iterator[Piece]:
         """The pieces of a generation, timed.
@@ -130,8 +143,8 @@ class Call:
         """End all generations, and let none begin. From any thread, also twice."""
         with self._lock:
             self._is_cancelled = True
-            for generation in self._generations:
-                generation.cancel()
+            for running in self._running:
+                running.cancel()
 
 
 class ServedModel:

@@ -15,13 +15,13 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import llama_cpp
 import numpy as np
 
-from powerinfer_py.errors import ClosedError, OptionError, PowerInferError
+from powerinfer_py.errors import CancelledError, ClosedError, OptionError, PowerInferError, RequestTimeoutError
 from powerinfer_py.format import open_files
 from powerinfer_py.llama import Llama
 from powerinfer_py.serving import sampler
@@ -148,16 +148,38 @@ class Generation:
         self._pieces.put(piece)
 
 
-class _EmbeddingJob:
+class Embedding:
     """A prompt whose embedding is wanted."""
 
-    def __init__(self, prompt: tuple[int, ...], deadline: float) -> None:
+    def __init__(self, prompt: tuple[int, ...], deadline: float, wake: Callable[[], None]) -> None:
         self.prompt = prompt
-        self.deadline = deadline
+        self.deadline = deadline  # time.monotonic()
+        self.n_cached = 0
         self.is_cancelled = False
         self.sum: np.ndarray | None = None  # (n_embd) float64, of the tokens so far
-        self.n_cached = 0
-        self.result: queue.SimpleQueue[np.ndarray | PowerInferError] = queue.SimpleQueue()
+        self._wake = wake
+        self._row: queue.SimpleQueue[np.ndarray | PowerInferError] = queue.SimpleQueue()
+
+    def wait(self) -> np.ndarray:
+        """The row, once: (n_embd) float32 of length 1.
+
+        Raises:
+            RequestTimeoutError, CancelledError: it ended before.
+            PowerInferError: the engine failed.
+        """
+        row = self._row.get()
+        if isinstance(row, PowerInferError):
+            raise row
+        return row
+
+    def cancel(self) -> None:
+        """End it, from any thread."""
+        self.is_cancelled = True
+        self._wake()
+
+    def put(self, row: np.ndarray | PowerInferError) -> None:
+        """For the engine."""
+        self._row.put(row)
 
 
 @dataclass
@@ -166,7 +188,7 @@ class _Slot:
 
     i_seq: int
     tokens: list[int] = field(default_factory=list)  # whose keys and values are in the cache
-    job: Generation | _EmbeddingJob | None = None
+    job: Generation | Embedding | None = None
     last_used: int = 0  # number of the step
     # Of a generation:
     sampler: sampler.Sampler | None = None
@@ -179,7 +201,7 @@ class _Slot:
     def state(self) -> str:
         if self.job is None:
             return "idle"
-        if isinstance(self.job, _EmbeddingJob):
+        if isinstance(self.job, Embedding):
             return "embedding"
         return "prompt" if self.next_token is None else "generating"
 
@@ -274,7 +296,7 @@ class Engine:
         self._n_gap_steps = 0  # decodes in a row with gaps between the sequences in use
 
         self._changed = threading.Condition()  # guards what follows
-        self._queue: FairQueue[Generation | _EmbeddingJob] = FairQueue(options.queue_limit)
+        self._queue: FairQueue[Generation | Embedding] = FairQueue(options.queue_limit)
         self._commands: list[tuple[Callable[[], None], queue.SimpleQueue[BaseException | None]]] = []
         self._is_closed = False
         self._failure: str | None = None
@@ -332,38 +354,25 @@ class Engine:
             raise
         return generation
 
-    def embed(self, prompts: Sequence[Sequence[int]], client: str = "", timeout_s: float | None = None) -> np.ndarray:
-        """Embeddings of texts: the last layer's output, averaged over the tokens unless the model says otherwise.
+    def submit_embedding(self, prompt: Sequence[int], client: str = "", timeout_s: float | None = None) -> Embedding:
+        """Queue a text whose embedding is wanted: the last layer's output, averaged over the tokens unless the model
+        says otherwise.
 
         Args:
-            prompts: tokens of each text.
+            prompt: tokens.
             client: as in Request.
             timeout_s: as in Request.
 
         Returns:
-            (n, n_embd) float32 of length 1.
+            Its embedding, to wait for.
 
         Raises:
-            As submit, and PowerInferError when the time is over.
+            As submit.
         """
-        for prompt in prompts:
-            self._check_prompt(prompt)
-        jobs: list[_EmbeddingJob] = []
-        try:
-            for prompt in prompts:
-                job = _EmbeddingJob(tuple(prompt), self._deadline(timeout_s))
-                self._put(client, job)
-                jobs.append(job)
-            rows = [job.result.get() for job in jobs]
-        except BaseException:
-            for job in jobs:
-                job.is_cancelled = True
-            self._wake()
-            raise
-        for row in rows:
-            if isinstance(row, PowerInferError):
-                raise row
-        return np.stack(rows) if rows else np.zeros((0, self.llama.n_embd()), np.float32)
+        self._check_prompt(prompt)
+        embedding = Embedding(tuple(prompt), self._deadline(timeout_s), self._wake)
+        self._put(client, embedding)
+        return embedding
 
     def set_sparsity(self, mode: str) -> None:
         """Change the mode between two decodes.
@@ -372,7 +381,14 @@ class Engine:
             PlanError, OptionError: as Llama.sparsity.
             ClosedError, PowerInferError: the engine was closed, or failed.
         """
-        self._call(lambda: setattr(self.llama, "sparsity", mode))
+
+        def change() -> None:
+            self.llama.sparsity = mode
+            self._layer_states = [
+                replace(state, sparsity=layer.sparsity) for state, layer in zip(self._layer_states, self.llama.layers())
+            ]
+
+        self._call(change)
 
     def snapshot(self) -> Snapshot:
         """What it does; cheap, at any time."""
@@ -452,7 +468,7 @@ class Engine:
         if self._is_closed:
             raise ClosedError("engine: it was closed; expected a running one; create it again.")
 
-    def _put(self, client: str, job: Generation | _EmbeddingJob) -> None:
+    def _put(self, client: str, job: Generation | Embedding) -> None:
         with self._changed:
             self._check_running()
             try:
@@ -534,14 +550,17 @@ class Engine:
             if slot.job is not None and (slot.job.is_cancelled or slot.job.deadline <= now):
                 self._finish(slot, "cancelled" if slot.job.is_cancelled else "timeout")
 
-    def _finish_waiting(self, job: Generation | _EmbeddingJob, reason: str, failure: str | None = None) -> None:
+    def _finish_waiting(self, job: Generation | Embedding, reason: str, failure: str | None = None) -> None:
         with self._changed:
             self._n_requests["error" if failure else reason] += 1
         if isinstance(job, Generation):
             job.sampler.close()
             job.put(PowerInferError(failure) if failure else Piece("", (), reason))
+        elif failure:
+            job.put(PowerInferError(failure))
         else:
-            job.result.put(PowerInferError(failure or f"embedding: {reason}; expected it to end; try again."))
+            kind = RequestTimeoutError if reason == "timeout" else CancelledError
+            job.put(kind(f"embedding: {reason}; expected it to end; try again."))
 
     def _finish(self, slot: _Slot, reason: str, failure: str | None = None) -> None:
         """Give a slot's last piece and free it; its tokens stay cached."""
@@ -564,10 +583,10 @@ class Engine:
                 if not len(self._queue):
                     return
                 job = self._queue.get()
-            prompt = job.prompt if isinstance(job, _EmbeddingJob) else job.request.prompt
+            prompt = job.prompt if isinstance(job, Embedding) else job.request.prompt
             slot = self._choose_slot(prompt)
             slot.job = job
-            if isinstance(job, _EmbeddingJob):
+            if isinstance(job, Embedding):
                 self._keep(slot, 0)
                 continue
             slot.sampler = job.sampler
@@ -780,7 +799,7 @@ class Engine:
     def _embed_step(self) -> None:
         """Compute the next part of one embedding."""
         slot = min(
-            (slot for slot in self._slots if isinstance(slot.job, _EmbeddingJob)),
+            (slot for slot in self._slots if isinstance(slot.job, Embedding)),
             key=lambda slot: slot.last_used,
             default=None,
         )
@@ -823,7 +842,7 @@ class Engine:
             slot.job = None
             with self._changed:
                 self._n_requests["embedding"] += 1
-            job.result.put((job.sum / (norm or 1.0)).astype(np.float32))
+            job.put((job.sum / (norm or 1.0)).astype(np.float32))
 
     # -- figures ---------------------------------------------------------------------------------------------------
 

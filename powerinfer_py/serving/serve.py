@@ -10,7 +10,7 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from powerinfer_py import bench, hub
@@ -123,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
     options = ServeOptions(
         host=args.host,
         port=args.port,
-        api_keys=_read_keys(args),
+        api_keys=read_keys(args.api_key or (), args.api_key_file),
         allowed_hosts=tuple(args.allowed_host or ()),
         cors_origins=tuple(args.cors_origin or ()),
         alias=args.alias,
@@ -230,16 +230,25 @@ def _check_arguments(args: argparse.Namespace) -> None:
         raise OptionError(f"--timeout: {args.timeout}; expected more than 0 seconds; pass such a number.")
 
 
-def _read_keys(args: argparse.Namespace) -> tuple[str, ...]:
-    """The API keys of the command line and of the file."""
-    keys = list(args.api_key or ())
-    if args.api_key_file is not None:
-        with open(args.api_key_file, encoding="utf-8") as file:
+def read_keys(given: Sequence[str], path: str | None) -> tuple[str, ...]:
+    """The API keys that are asked for.
+
+    Args:
+        given: keys.
+        path: of a file with more, one a line.
+
+    Returns:
+        All.
+
+    Raises:
+        OptionError: the file has none, or a key can't be used.
+    """
+    keys = list(given)
+    if path is not None:
+        with open(path, encoding="utf-8") as file:
             keys += [line.strip() for line in file if line.strip()]
         if not keys:
-            raise OptionError(
-                f"{args.api_key_file}: no key in it; expected one a line; write one, or leave the option out."
-            )
+            raise OptionError(f"{path}: no key in it; expected one a line; write one, or leave the option out.")
     if any(not key.strip() or not key.isprintable() for key in keys):
         raise OptionError("--api-key: a key that is empty or can't be printed; expected text; pass another.")
     return tuple(keys)
