@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 from powerinfer_py import bench, hub
 from powerinfer_py.errors import OptionError
-from powerinfer_py.format import open_files
 from powerinfer_py.llama import SPARSITY_MODES
 
 if TYPE_CHECKING:
@@ -143,25 +142,15 @@ def run(args: argparse.Namespace) -> int:
     # Before the model is loaded: a port in use is said at once.
     with contextlib.closing(_bind(options)) as listener:
         model = hub.resolve_model(args)
-        base, _ = open_files(model, args.plan)
-        n_ctx_train = base.files[0].get_int(f"{base.architecture}.context_length") or args.ctx_size
         with (
             load_model(
-                args.model,
+                model,
                 args.parallel,
-                min(args.ctx_size, n_ctx_train),
-                sparsity=args.sparsity,
-                plan=args.plan,
-                strict=args.strict,
-                mapped=args.mapped,
-                use_mlock=args.mlock,
-                n_threads=args.threads,
-                n_threads_batch=args.threads,
                 type_k=CACHE_TYPES[args.cache_type_k],
                 type_v=CACHE_TYPES[args.cache_type_v],
                 chat_format=args.chat_format,
                 verbose=False,
-                **vars(bench.gpu_options(args)),
+                **bench.load_options(args, model),
             ) as llama,
             Engine(llama, EngineOptions(queue_limit=args.queue_limit, timeout_s=args.timeout)) as engine,
         ):
