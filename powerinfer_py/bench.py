@@ -34,7 +34,7 @@ from powerinfer_py.bench_machine import (
 from powerinfer_py.bench_report import counts, figure, names, percents, print_table, write_csv, write_json
 from powerinfer_py.errors import OptionError, PlanError
 from powerinfer_py.format import SIDECAR_SUFFIX, BaseModel, Plan, open_files
-from powerinfer_py.llama import SPARSITY_MODES, GpuOptions, Llama, Stats, load_stock, stock_llama
+from powerinfer_py.llama import SPARSITY_MODES, GpuOptions, Llama, Stats, limit_context, load_stock, stock_llama
 
 STOCK = "stock"
 
@@ -581,14 +581,13 @@ def load_options(args: argparse.Namespace, model: str) -> dict[str, Any]:
 
     Args:
         args: the parsed command line.
-        model: path of the model; the context is at most what it was trained with.
+        model: path of the model.
 
     Raises:
         FormatError: not a model.
         OptionError: as gpu_options.
     """
     base, _ = open_files(model, args.plan)
-    n_ctx_train = base.files[0].get_int(f"{base.architecture}.context_length") or args.ctx_size
     return {
         "sparsity": args.sparsity,
         "plan": args.plan,
@@ -597,7 +596,7 @@ def load_options(args: argparse.Namespace, model: str) -> dict[str, Any]:
         "use_mlock": args.mlock,
         "n_threads": args.threads,
         "n_threads_batch": args.threads,
-        "n_ctx": min(args.ctx_size, n_ctx_train),
+        "n_ctx": limit_context(base, args.ctx_size),
         **vars(gpu_options(args)),
     }
 

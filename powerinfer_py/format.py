@@ -522,6 +522,11 @@ class BaseModel:
         """Rows of a matrix as floats: (rows, ne0) float32."""
         return self.tensors[name].rows_f32(name, rows)
 
+    @property
+    def n_ctx_train(self) -> int | None:
+        """Tokens of context that the model was trained with; None: its file doesn't say."""
+        return self.files[0].get_int(f"{self.architecture}.context_length")
+
     def ffn(self, i_layer: int) -> dict[str, GgufTensor]:
         """The FFN tensors of a layer.
 

@@ -26,7 +26,7 @@ from llama_cpp._utils import suppress_stdout_stderr
 
 from powerinfer_py import _core
 from powerinfer_py.errors import ClosedError, FormatError, OptionError, PlanError, PowerInferError
-from powerinfer_py.format import SIDECAR_SUFFIX
+from powerinfer_py.format import SIDECAR_SUFFIX, BaseModel
 
 SPARSITY_MODES = ("auto", "dense", "exact", "threshold", "predicted")
 
@@ -691,6 +691,22 @@ def decide_budget(
     )
     budget.apply(plan, ctypes.addressof(params))
     return budget
+
+
+def limit_context(base: BaseModel, n_ctx: int) -> int:
+    """A context that the model was trained for; what is more than that is said.
+
+    Args:
+        base: the model.
+        n_ctx: tokens wished.
+
+    Returns:
+        n_ctx, or less.
+    """
+    n_ctx_train = base.n_ctx_train or n_ctx
+    if n_ctx > n_ctx_train:
+        _logger.warning("%s: trained with a context of %d; that is used instead of %d.", base.path, n_ctx_train, n_ctx)
+    return min(n_ctx, n_ctx_train)
 
 
 def load_stock(model_path: str, gpu: GpuOptions, **options: Any) -> stock_llama:

@@ -376,7 +376,7 @@ class Load:
                 action = chance.choices(actions, (62, 14, 8, 6, 8, 2))[0]
                 try:
                     await action(client, chooser)
-                except httpx.HTTPError as error:
+                except (httpx.HTTPError, OSError) as error:
                     self._report.fail(f"{action.__name__}: {type(error).__name__} {error}")
                 await asyncio.sleep(chance.choice((0, 0, 0.01, 0.1)))
 

@@ -24,6 +24,7 @@ import openai
 import prometheus_client.parser
 import pytest
 import uvicorn
+from hub_server import hub_server
 
 from powerinfer_py import Llama, cli
 from powerinfer_py.errors import OptionError
@@ -866,18 +867,29 @@ def test_the_interface_describes_itself(tiny: Server) -> None:
 # -- the verb --------------------------------------------------------------------------------------------------------
 
 
-def start_verb(*arguments: object) -> tuple[subprocess.Popen[str], str]:
+def start_verb(*arguments: object, **environment: str) -> tuple[subprocess.Popen[str], str]:
     """`powerinfer serve`, and the address that it prints."""
     process = subprocess.Popen(
         [sys.executable, "-m", "powerinfer_py.cli", "serve", "--port", "0", *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
     )
     line = process.stdout.readline()
     assert line.startswith("listening on "), process.communicate()
     return process, line.split()[-1]
+
+
+def test_verb_serves_a_model_from_the_hub(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    with hub_server() as hub:
+        hub.repos["someone/tiny-GGUF"] = {"tiny.gguf": tiny_model().read_bytes()}
+        environment = {"HF_ENDPOINT": hub.url, "HF_HUB_CACHE": str(tmp_path)}
+        process, url = start_verb("--hf-repo", "someone/tiny-GGUF", **environment)
+        assert httpx.get(f"{url}/v1/models").json()["data"][0]["id"] == "tiny.gguf"
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+        assert process.returncode == 0
 
 
 def test_verb_lets_requests_end_and_exits_with_0(smollm2: Path, tmp_path: Path) -> None:

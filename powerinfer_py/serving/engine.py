@@ -23,7 +23,7 @@ import numpy as np
 
 from powerinfer_py.errors import CancelledError, ClosedError, OptionError, PowerInferError, RequestTimeoutError
 from powerinfer_py.format import open_files
-from powerinfer_py.llama import Llama
+from powerinfer_py.llama import Llama, limit_context
 from powerinfer_py.serving import sampler
 from powerinfer_py.serving.fair_queue import FairQueue
 from powerinfer_py.serving.requests import Piece, Request, TokenLogprob
@@ -249,17 +249,16 @@ def load_model(path: str | os.PathLike[str], n_parallel: int, n_ctx: int, **opti
     Args:
         path: as for Llama.
         n_parallel: sequences, at least 1.
-        n_ctx: tokens of one sequence; 0: as many as the model was trained with.
+        n_ctx: tokens of one sequence; 0: as many as the model was trained with, which is the most too.
         **options: of Llama.
 
     Raises:
         OptionError, FormatError, PlanError, BudgetError: as Llama.
     """
     base, _ = open_files(path, options.get("plan"))
-    file = base.files[0]
-    n_ctx = n_ctx or file.get_int(f"{base.architecture}.context_length") or CONTEXT_STEP
+    n_ctx = limit_context(base, n_ctx or base.n_ctx_train or CONTEXT_STEP)
     n_ctx = -(-n_ctx // CONTEXT_STEP) * CONTEXT_STEP
-    if file.get(f"{base.architecture}.pooling_type") is not None:
+    if base.files[0].get(f"{base.architecture}.pooling_type") is not None:
         # Per token, so that prompts can be computed in parts; the engine pools.
         options["pooling_type"] = llama_cpp.LLAMA_POOLING_TYPE_NONE
     return Llama(path, n_parallel=n_parallel, n_ctx=n_parallel * n_ctx, **options)

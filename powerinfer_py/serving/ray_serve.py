@@ -18,7 +18,6 @@ from ray.serve.config import AutoscalingConfig, BackpressureConfig
 
 from powerinfer_py import _core
 from powerinfer_py.errors import OptionError, PlanError
-from powerinfer_py.format import open_files
 from powerinfer_py.serving.app import RETRY_AFTER_S, ServeOptions, create_app
 from powerinfer_py.serving.engine import Engine, EngineOptions, load_model
 from powerinfer_py.serving.serve import N_CTX, N_PARALLEL, read_keys
@@ -56,13 +55,11 @@ class Replica:
 
     def __init__(self, options: RayServeOptions) -> None:
         self._stack = ExitStack()
-        base, _ = open_files(options.model, options.plan)
-        n_ctx_train = base.files[0].get_int(f"{base.architecture}.context_length") or options.ctx_size
         llama = self._stack.enter_context(
             load_model(
                 options.model,
                 options.parallel,
-                min(options.ctx_size, n_ctx_train),
+                options.ctx_size,
                 sparsity=options.sparsity,
                 plan=options.plan,
                 mapped=options.mapped,

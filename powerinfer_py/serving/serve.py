@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import ctypes
 import importlib
 import logging
 import os
@@ -15,7 +16,6 @@ from typing import TYPE_CHECKING
 
 from powerinfer_py import bench, hub
 from powerinfer_py.errors import OptionError
-from powerinfer_py.format import open_files
 from powerinfer_py.llama import SPARSITY_MODES
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ N_PARALLEL = 4
 N_CTX = 4096
 # Of keys and values, as llama_cpp's GGML_TYPE numbers; quantized values would need flash attention.
 CACHE_TYPES = {"f32": 0, "f16": 1}
+_M_ARENA_MAX = -8  # of glibc's malloc.h
 # After the grace: for cancelled requests to say so to their clients.
 _LAST_WORDS_S = 5
 
@@ -131,6 +132,7 @@ def run(args: argparse.Namespace) -> int:
         grace_s=args.grace,
         log_requests=args.log_requests,
     )
+    _limit_heaps()
     _check_arguments(args)
     if not options.is_loopback and not options.api_keys:
         _logger.warning(
@@ -140,25 +142,15 @@ def run(args: argparse.Namespace) -> int:
     # Before the model is loaded: a port in use is said at once.
     with contextlib.closing(_bind(options)) as listener:
         model = hub.resolve_model(args)
-        base, _ = open_files(model, args.plan)
-        n_ctx_train = base.files[0].get_int(f"{base.architecture}.context_length") or args.ctx_size
         with (
             load_model(
-                args.model,
+                model,
                 args.parallel,
-                min(args.ctx_size, n_ctx_train),
-                sparsity=args.sparsity,
-                plan=args.plan,
-                strict=args.strict,
-                mapped=args.mapped,
-                use_mlock=args.mlock,
-                n_threads=args.threads,
-                n_threads_batch=args.threads,
                 type_k=CACHE_TYPES[args.cache_type_k],
                 type_v=CACHE_TYPES[args.cache_type_v],
                 chat_format=args.chat_format,
                 verbose=False,
-                **vars(bench.gpu_options(args)),
+                **bench.load_options(args, model),
             ) as llama,
             Engine(llama, EngineOptions(queue_limit=args.queue_limit, timeout_s=args.timeout)) as engine,
         ):
@@ -208,6 +200,12 @@ def _serve(app: object, listener: socket.socket, options: ServeOptions) -> None:
         timeout_graceful_shutdown=round(options.grace_s) + _LAST_WORDS_S,
     )
     Server(config).run(sockets=[listener])
+
+
+def _limit_heaps() -> None:
+    """Let all threads share two of glibc's heaps: each keeps what it once needed, and there would be eight a core."""
+    with contextlib.suppress(AttributeError):  # another C library
+        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 2)
 
 
 def _check_arguments(args: argparse.Namespace) -> None:
