@@ -771,9 +771,14 @@ async def check_files(pid: int, start_s: float, report: Report) -> None:
 
 
 def growth(samples: Sequence[Sample]) -> float:
-    """MiB a minute by which the server's memory grew in the second half."""
+    """MiB a minute by which the server's memory grew in the second half: the median of all pairs (Theil and Sen's).
+
+    A request of megabytes that was there at a sample doesn't count as growth.
+    """
     late = samples[len(samples) // 2 :]
-    return float(np.polyfit([one.time_s / 60 for one in late], [one.anonymous_mib for one in late], 1)[0])
+    minutes, memory = np.array([(one.time_s / 60, one.anonymous_mib) for one in late]).T
+    i, j = np.triu_indices(len(late), 1)
+    return float(np.median((memory[j] - memory[i]) / (minutes[j] - minutes[i])))
 
 
 def run_load(options: LoadOptions) -> Report:
