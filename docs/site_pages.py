@@ -23,6 +23,7 @@ PAGES = {
     "README.md": "index.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
     "models/README.md": "models.md",
     "models/tiny-relu/README.md": "tiny-relu.md",
 }

@@ -25,6 +25,7 @@ DOCUMENTS = (
     "README.md",
     "CONTRIBUTING.md",
     "CHANGELOG.md",
+    "SECURITY.md",
     *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))),
     "models/README.md",
     "models/tiny-relu/README.md",
@@ -166,7 +167,18 @@ def test_picture_is_well_formed_and_has_a_dark_variant() -> None:
     assert "prefers-color-scheme: dark" in text
 
 
+def test_promises_name_tests_that_exist() -> None:
+    text = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
+    names = re.findall(r"`(test[\w-]+(?:\.py)?)(?:::(\w+))?`", text)
+    assert len(names) > 10
+    for file, function in names:
+        path = ROOT / "tests" / (file if file.endswith(".py") else f"{file}.cpp")
+        assert path.exists(), path
+        assert not function or f"def {function}(" in path.read_text(encoding="utf-8"), function
+
+
 def test_ci_runs_the_test_command_of_the_readme() -> None:
     text = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
-    assert "make test" in text and "set -euo pipefail" in text
+    assert 'make "$@"' in text and "set -euo pipefail" in text
+    assert re.findall(r"^run (\w+)$", text, re.MULTILINE)[-1] == "test"
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
