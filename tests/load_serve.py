@@ -42,8 +42,8 @@ from powerinfer_py import Llama
 # A chosen token is at most this far below the best logit, and its log-probability at most this far from the server's, when
 # its text is scored alone. Holds for F32 weights and KV cache; other kernels and types move logits by about 1e-2.
 SCORE_TOLERANCE = 1e-3
-# Per minute, of the server's anonymous memory after the warm-up; the larger one. SmolLM2's server was flat for minutes between
-# steps of 7 MiB: what is kept of the largest batch so far has the size of the model's rows.
+# Per minute, of the server's anonymous memory after the warm-up; the larger one. That of SmolLM2 (430 MiB) was flat for two
+# minutes, then went up by 8 MiB within one, and was flat again.
 MAX_GROWTH_MIB = 1.0
 MAX_GROWTH_SHARE = 0.01
 MIN_GROWTH_MINUTES = 2.0  # shorter runs say nothing of growth
