@@ -65,7 +65,7 @@ test-neon: check-neon $(VENV)/installed $(VENV)/test-tools
 SANITIZED := -DCMAKE_CXX_COMPILER=clang++ -DPOWERINFER_SANITIZE=ON -DPOWERINFER_FUZZ=ON
 fuzz: check-clang $(VENV)/installed $(VENV)/test-tools
 	$(call build-tests,$(BUILD)/sanitize,$(SANITIZED))
-	$(BIN)/python tests/fuzz/run.py --seconds $(FUZZ_SECONDS) --jobs $(JOBS) --out $(BUILD)/fuzz \
+	$(BIN)/python tests/fuzz/run.py --seconds $(FUZZ_SECONDS) --jobs $$((2 * $(JOBS))) --out $(BUILD)/fuzz \
 	    --plan-read $(BUILD)/sanitize/tests/fuzz/fuzz-plan-read
 
 sanitize: check-clang $(VENV)/installed $(VENV)/test-tools

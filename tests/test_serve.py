@@ -37,7 +37,7 @@ from powerinfer_py.serving.engine import Engine, EngineOptions, load_model
 # F32 keys and values, and a fixed number of threads: an answer doesn't depend on what else is in the batch.
 EXACT_OPTIONS = {"type_k": 0, "type_v": 0, "flash_attn": False, "n_threads": 2, "n_threads_batch": 2, "verbose": False}
 N_CTX = 1024  # all that tiny models have: seconds of text
-WAIT_S = 20
+WAIT_S = 120
 # Several tokens each, also within a character: "wai" in Chinese, a family, sharp s, notes.
 SPLIT_TEXT = "\u6b6a \U0001f468\u200d\U0001f469\u200d\U0001f467 \u00df\u266c"
 # What a tiny model writes until its context is full: never its EOS.
