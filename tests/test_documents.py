@@ -36,7 +36,7 @@ TINY = ROOT / "models" / "tiny-relu" / "tiny-relu.Q8_0.gguf"
 PAGES = ("README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))))
 # Another test runs the blocks of this page.
 RUN_ELSEWHERE = {"docs/interoperability.md": "test_interop.py"}
-TIMEOUT_S = 120
+TIMEOUT_S = 300
 START_S = 60  # of a server
 MAX_PICTURE_BYTES = 120_000
 

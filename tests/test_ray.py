@@ -34,7 +34,7 @@ ray = pytest.importorskip("ray")
 pytest.importorskip("ray.serve")
 
 ROOT = Path(__file__).parents[1]
-TIMEOUT_S = 120
+TIMEOUT_S = 300
 N_CTX = 32
 N_WINDOWS = 20
 # What a tiny model writes until its context is full: never its EOS.
