@@ -71,7 +71,7 @@ class Cluster:
                     log_to_driver=verbose,
                     logging_level="INFO" if verbose else "ERROR",
                 )
-            except (ConnectionError, RuntimeError, ValueError) as error:
+            except Exception as error:  # a node that starts too slowly is a bare one
                 raise _no_cluster(address, _first_line(error).partition(". ")[0]) from None
         most = max((node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]), default=0)
         if most < n_cpus:
