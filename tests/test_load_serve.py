@@ -57,3 +57,11 @@ def test_tokens_of_another_answer_are_found(tiny_model: Callable[..., Path]) -> 
     load_serve.score(options, vocabulary, report)
     load_serve.check_figures(options, report)
     assert [text.split(":")[0] for text in report.failures] == ["logit below the best one", "log-probability"]
+
+
+@pytest.mark.parametrize(("growth_mib", "is_found"), [(2.0, True), (0.5, False)])
+def test_memory_that_grows_is_found(growth_mib: float, is_found: bool) -> None:
+    report = load_serve.Report(gaps=[0.0], errors=[0.0])
+    report.samples = [load_serve.Sample(60.0 * i, 100 + growth_mib * i, n_threads=4, n_files=16) for i in range(16)]
+    load_serve.check_figures(load_serve.LoadOptions(Path("model.gguf"), minutes=15.0), report)
+    assert report.failures == ([f"the server's memory grew by {growth_mib:.2f} MiB a minute"] if is_found else [])
