@@ -19,7 +19,7 @@ from typing import Any
 import llama_cpp
 import numpy as np
 
-from powerinfer_py import _core, bench_kernels
+from powerinfer_py import _core, bench_kernels, hub
 from powerinfer_py.bench_machine import (
     MAX_RATIO_SPREAD,
     NOTED_PROBE_RANGE,
@@ -33,8 +33,8 @@ from powerinfer_py.bench_machine import (
 )
 from powerinfer_py.bench_report import counts, figure, names, percents, print_table, write_csv, write_json
 from powerinfer_py.errors import OptionError, PlanError
-from powerinfer_py.format import SIDECAR_SUFFIX, BaseModel, Plan, find_sidecar, is_extended, read_plan
-from powerinfer_py.llama import SPARSITY_MODES, GpuOptions, Llama, Stats, load_stock, stock_llama
+from powerinfer_py.format import SIDECAR_SUFFIX, BaseModel, Plan, open_files
+from powerinfer_py.llama import SPARSITY_MODES, GpuOptions, Llama, Stats, limit_context, load_stock, stock_llama
 
 STOCK = "stock"
 
@@ -576,9 +576,34 @@ def gpu_options(args: argparse.Namespace) -> GpuOptions:
     return GpuOptions(args.vram_budget, args.device, args.reset_gpu_index, args.disable_gpu_index, args.require_split)
 
 
+def load_options(args: argparse.Namespace, model: str) -> dict[str, Any]:
+    """What `Llama` is given for the options of `add_load_arguments` and sparsity, threads and ctx_size.
+
+    Args:
+        args: the parsed command line.
+        model: path of the model.
+
+    Raises:
+        FormatError: not a model.
+        OptionError: as gpu_options.
+    """
+    base, _ = open_files(model, args.plan)
+    return {
+        "sparsity": args.sparsity,
+        "plan": args.plan,
+        "strict": args.strict,
+        "mapped": args.mapped,
+        "use_mlock": args.mlock,
+        "n_threads": args.threads,
+        "n_threads_batch": args.threads,
+        "n_ctx": limit_context(base, args.ctx_size),
+        **vars(gpu_options(args)),
+    }
+
+
 # Flags that only one of the two benchmarks has, as attribute names.
 _MODEL_FLAGS = (
-    "model", "synthetic", "work_dir", "plan", "strict", "mapped", "mlock", "modes", "n_prompt", "n_gen", "context",
+    "model", "hf_repo", "hf_file", "hf_revision", "synthetic", "work_dir", "plan", "strict", "mapped", "mlock", "modes", "n_prompt", "n_gen", "context",
     "png", "vram_budget", "device", "rpc", "reset_gpu_index", "disable_gpu_index", "require_split",
 )  # fmt: skip
 _KERNEL_FLAGS = ("sets", "n", "n_rows")
@@ -611,6 +636,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--csv", help="write this file, one line per result")
     parser.add_argument("--allow-noise", action="store_true", help="report a noisy run too, with a warning")
     group = parser.add_argument_group("models")
+    hub.add_hub_arguments(group)
     add_load_arguments(group)
     group.add_argument("--modes", type=names, help=f"of {modes} (default: {','.join(o.modes)})")
     group.add_argument("-p", "--n-prompt", type=int, help=f"tokens of the prompt (default: {o.n_prompt})")
@@ -724,7 +750,7 @@ def _tool(name: str) -> Any:
 def _model_paths(args: argparse.Namespace) -> list[str]:
     """The models that the command line names, or the synthetic ones that it asks for."""
     if args.synthetic:
-        if args.model or args.plan:
+        if args.model or args.hf_repo or args.plan:
             raise OptionError("synthetic: a model or a plan was given too; expected one of them; leave the other out.")
         default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "powerinfer" / "synthetic"
         return synthetic_models(
@@ -735,14 +761,16 @@ def _model_paths(args: argparse.Namespace) -> list[str]:
             raise OptionError(
                 f"{name}: neither --synthetic nor --kernels was given, which have it; add one, or leave it out."
             )
-    if not args.model:
+    if not args.model and not args.hf_repo:
         raise OptionError(
-            "model: none was given; expected one or more, or --synthetic, or --kernels; pass one of them."
+            "model: none was given; expected one or more, --hf-repo, --synthetic or --kernels; pass one of them."
         )
     if args.plan and len(args.model) > 1:
         raise OptionError(
             f"plan: one was given for {len(args.model)} models; expected one model; pass one, or no plan."
         )
+    if args.hf_repo or args.hf_file or args.hf_revision:
+        return [hub.resolve_model(args)]
     return args.model
 
 
@@ -914,15 +942,6 @@ def _check_has_plan(llama: Llama) -> None:
         raise PlanError(
             f"{llama.model_path}: it has no plan; expected one to measure; make one with powerinfer profile."
         )
-
-
-def open_files(model: str, plan: str | None) -> tuple[BaseModel, Plan | None]:
-    """The base model and the plan that belong to a model path."""
-    if is_extended(model):
-        found = read_plan(model)
-        return found.open_base(), found
-    path = plan or find_sidecar(model)
-    return BaseModel(model), None if path is None else read_plan(path)
 
 
 def _stock_path(base: BaseModel) -> str:

@@ -26,6 +26,8 @@ class Verb:
 
 VERBS = {
     "run": Verb("powerinfer_py.cli", "generate text", "add_run_arguments", "run_model"),
+    "serve": Verb("powerinfer_py.serving.serve", "an HTTP server with OpenAI's interface, for many requests at once"),
+    "chat": Verb("powerinfer_py.chat", "a conversation in the terminal"),
     "bench": Verb("powerinfer_py.bench", "speed of the sparsity modes against stock llama.cpp, or of each kernel"),
     "convert": Verb(
         "powerinfer_py.tools.convert_hf_to_powerinfer_gguf", "a Hugging Face checkpoint to an extended GGUF"
@@ -135,9 +137,10 @@ def _version_text() -> str:
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `powerinfer run`."""
-    from powerinfer_py import bench
+    from powerinfer_py import bench, hub
 
-    parser.add_argument("model", help="a GGUF (its sidecar is found beside it), or an extended GGUF")
+    parser.add_argument("model", nargs="?", help="a GGUF (its sidecar is found beside it), or an extended GGUF")
+    hub.add_hub_arguments(parser)
     bench.add_load_arguments(parser)
     parser.add_argument("-t", "--threads", type=int, help="threads, for prompts too (default: physical cores allowed)")
     parser.add_argument("-p", "--prompt", required=True, help="the prompt")
@@ -168,27 +171,15 @@ def run_model(args: argparse.Namespace) -> int:
     """
     import llama_cpp
 
-    from powerinfer_py import bench
+    from powerinfer_py import bench, hub
     from powerinfer_py.llama import Llama
 
     trace: list[dict[str, Any]] = []
     if args.timeline:
         plot = importlib.import_module("powerinfer_py.tools.plot_timeline")
         plot.check_plot()
-    base, _ = bench.open_files(args.model, args.plan)
-    n_ctx_train = base.files[0].get_int(f"{base.architecture}.context_length") or args.ctx_size
-    options = {
-        "sparsity": args.sparsity,
-        "plan": args.plan,
-        "strict": args.strict,
-        "mapped": args.mapped,
-        "use_mlock": args.mlock,
-        "n_threads": args.threads,
-        "n_threads_batch": args.threads,
-        "n_ctx": min(args.ctx_size, n_ctx_train),
-        **vars(bench.gpu_options(args)),
-    }
-    with Llama(args.model, verbose=False, **options) as llama:
+    model = hub.resolve_model(args)
+    with Llama(model, verbose=False, **bench.load_options(args, model)) as llama:
         text = ""
         if args.timeline:
             llama.trace(trace.append)
@@ -207,7 +198,7 @@ def run_model(args: argparse.Namespace) -> int:
             print(table, end="", file=sys.stderr)
         if args.timeline:
             llama.trace(None)
-            plot.write_plot(args.timeline, trace, os.path.basename(args.model))
+            plot.write_plot(args.timeline, trace, os.path.basename(model))
             print(f"timeline of the last token: {args.timeline}", file=sys.stderr)
         if args.compare:
             tokens = llama.tokenize((args.prompt + text).encode("utf-8"))

@@ -31,3 +31,11 @@ class NoiseError(PowerInferError, RuntimeError):
 
 class QueueFullError(PowerInferError, RuntimeError):
     """A server has as many requests waiting as it may have; try again later."""
+
+
+class RequestTimeoutError(PowerInferError, TimeoutError):
+    """A request wasn't answered in the time that it had."""
+
+
+class CancelledError(PowerInferError, RuntimeError):
+    """A request was cancelled: its client went away, or the server ends."""

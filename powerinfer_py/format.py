@@ -522,6 +522,11 @@ class BaseModel:
         """Rows of a matrix as floats: (rows, ne0) float32."""
         return self.tensors[name].rows_f32(name, rows)
 
+    @property
+    def n_ctx_train(self) -> int | None:
+        """Tokens of context that the model was trained with; None: its file doesn't say."""
+        return self.files[0].get_int(f"{self.architecture}.context_length")
+
     def ffn(self, i_layer: int) -> dict[str, GgufTensor]:
         """The FFN tensors of a layer.
 
@@ -824,6 +829,28 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
         FormatError: not an extended GGUF, of a newer version, damaged, or against the format.
     """
     return _PlanReader(path).read()
+
+
+def open_files(
+    model: str | os.PathLike[str], plan: str | os.PathLike[str] | None = None
+) -> tuple[BaseModel, Plan | None]:
+    """The base model and the plan that belong to a model path.
+
+    Args:
+        model: a plain GGUF, or an extended one.
+        plan: the extended GGUF to use; None: what is found.
+
+    Returns:
+        The base, and its plan when there is one.
+
+    Raises:
+        FormatError: a file isn't what it should be.
+    """
+    if is_extended(model):
+        found = read_plan(model)
+        return found.open_base(), found
+    path = plan or find_sidecar(model)
+    return BaseModel(model), None if path is None else read_plan(path)
 
 
 class _PlanReader:

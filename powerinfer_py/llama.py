@@ -26,7 +26,7 @@ from llama_cpp._utils import suppress_stdout_stderr
 
 from powerinfer_py import _core
 from powerinfer_py.errors import ClosedError, FormatError, OptionError, PlanError, PowerInferError
-from powerinfer_py.format import SIDECAR_SUFFIX
+from powerinfer_py.format import SIDECAR_SUFFIX, BaseModel
 
 SPARSITY_MODES = ("auto", "dense", "exact", "threshold", "predicted")
 
@@ -160,6 +160,29 @@ class Stats:
         return "\n".join(lines)
 
 
+@dataclass(frozen=True)
+class Layer:
+    """One layer of the model, and what its feed-forward block did since the start or the last `reset_stats`."""
+
+    n_ff: int  # neurons; 0: the plan doesn't cover it
+    sparsity: str  # what it runs: dense, exact, threshold or predicted; "upstream": not covered
+    n_hot: int  # neurons on a device
+    device: str  # its name; "" when n_hot is 0
+    n_tokens: int  # computed
+    n_candidates: int  # gate rows read
+    n_active: int  # down rows used
+
+    @property
+    def density(self) -> float | None:
+        """Down rows used / n_ff; None before there are any."""
+        return _share(self.n_active, self.n_tokens * self.n_ff)
+
+    @property
+    def candidate_density(self) -> float | None:
+        """Gate rows read / n_ff; None before there are any."""
+        return _share(self.n_candidates, self.n_tokens * self.n_ff)
+
+
 class _PlanModel(internals.LlamaModel):
     """Upstream's model wrapper; loads as `_to_load` says when it says something, and then owns the plan."""
 
@@ -219,6 +242,8 @@ def _load_progress(path: str, verbose: bool) -> Iterator[Callable[[float], None]
     if stream is not None and stream.isatty():
         # a copy: upstream switches the first one off unless verbose
         with os.fdopen(os.dup(stream.fileno()), "w") as terminal:
+            # in one line also where that is short
+            text = text[: (os.get_terminal_size(terminal.fileno()).columns or 80) - len(" 100 %") - 1]
             try:
                 yield lambda share: print(f"\r{text} {share * 100:3.0f} %", end="", file=terminal, flush=True)
             finally:
@@ -310,6 +335,8 @@ class Llama(stock_llama):
         plan: the extended GGUF to use, when it isn't beside the model.
         strict: a fallback is an error instead of a note.
         mapped: FFN rows stay in the mapped file instead of a copy; for models near the size of memory.
+        n_parallel: sequences that the context holds, each of n_ctx / n_parallel tokens; this class uses the first one,
+            `powerinfer_py.serving` all of them.
         vram_budget: GPU memory that may be used for everything: GiB, or "8GiB", "512MiB", "75%"; for several devices one
             for all or one each. Without n_gpu_layers it decides that too. None: no neurons go to the GPU.
         device: names of GPU devices, or "none"; None: as llama.cpp chooses.
@@ -334,6 +361,7 @@ class Llama(stock_llama):
         plan: str | os.PathLike[str] | None = None,
         strict: bool = False,
         mapped: bool = False,
+        n_parallel: int = 1,
         vram_budget: str | float | Sequence[str | float] | None = None,
         device: str | Sequence[str] | None = None,
         reset_gpu_index: bool = False,
@@ -353,6 +381,11 @@ class Llama(stock_llama):
             "mapped": mapped,
         }
         self._gpu_options = GpuOptions(vram_budget, device, reset_gpu_index, disable_gpu_index, require_split)
+        if not 1 <= n_parallel <= llama_cpp.llama_max_parallel_sequences():
+            raise OptionError(
+                f"n_parallel: {n_parallel}; expected 1 .. {llama_cpp.llama_max_parallel_sequences()}; pass such a number."
+            )
+        self._n_parallel = n_parallel
         self._turns = _Turns()
         n_cores = _core.physical_cores()
         for name in ("n_threads", "n_threads_batch"):
@@ -376,12 +409,17 @@ class Llama(stock_llama):
         finally:
             _to_load.reset(token)
             notes.release()
+        if n_parallel > 1:
+            self._n_ctx = llama_cpp.llama_n_ctx_seq(self.ctx)
 
     def _decide_budget(
         self, params: llama_cpp.llama_model_params, notes: _Notes, options: dict[str, Any]
     ) -> _core.Budget | None:
         if params.vocab_only:
             return None
+        if self._n_parallel > 1:
+            # The context is made after this, from these parameters.
+            self.context_params.n_seq_max = self._n_parallel
         strict = self._plan_options["strict"]
         budget = decide_budget(self, self._plan, params, options, self._gpu_options, strict)
         for text in (*budget.notes, budget.split_text):
@@ -448,6 +486,23 @@ class Llama(stock_llama):
                 )
             },
         )  # fmt: skip
+
+    def layers(self) -> list[Layer]:
+        """Each layer that the plan knows, and what it did.
+
+        Returns:
+            (n_layer) in order; empty for a model without a plan.
+
+        Raises:
+            ClosedError: the model was closed.
+        """
+        self._check_open()
+        names = [field.name for field in fields(Layer)]
+        layers = self._plan.layers() if self._plan is not None else []
+        return [
+            Layer(**{name: layer[name] for name in names} | ({} if layer["n_ff"] else {"sparsity": "upstream"}))
+            for layer in layers
+        ]
 
     def memory(self) -> Memory:
         """What was decided to be where before the load.
@@ -570,7 +625,12 @@ class Llama(stock_llama):
             raise ClosedError(_CLOSED_TEXT)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), **self._plan_options, **asdict(self._gpu_options)}
+        return {
+            **super().__getstate__(),
+            "n_parallel": self._n_parallel,
+            **self._plan_options,
+            **asdict(self._gpu_options),
+        }
 
 
 def install() -> None:
@@ -631,6 +691,22 @@ def decide_budget(
     )
     budget.apply(plan, ctypes.addressof(params))
     return budget
+
+
+def limit_context(base: BaseModel, n_ctx: int) -> int:
+    """A context that the model was trained for; what is more than that is said.
+
+    Args:
+        base: the model.
+        n_ctx: tokens wished.
+
+    Returns:
+        n_ctx, or less.
+    """
+    n_ctx_train = base.n_ctx_train or n_ctx
+    if n_ctx > n_ctx_train:
+        _logger.warning("%s: trained with a context of %d; that is used instead of %d.", base.path, n_ctx_train, n_ctx)
+    return min(n_ctx, n_ctx_train)
 
 
 def load_stock(model_path: str, gpu: GpuOptions, **options: Any) -> stock_llama:

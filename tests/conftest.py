@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -21,6 +23,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import devices
 import tiny_models
+
+if TYPE_CHECKING:
+    import playwright.sync_api
 
 
 @pytest.fixture(scope="session")
@@ -76,6 +81,21 @@ def rpc_server() -> Iterator[devices.RpcServer]:
         )
     with devices.rpc_server() as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[playwright.sync_api.Browser]:
+    """Headless Chromium. Only for a module: Playwright's event loop runs in the main thread as long as it lives."""
+    path = shutil.which("chromium")
+    if path is None:
+        missing("no chromium; install it (Debian: apt install chromium)")
+    import playwright.sync_api
+
+    flags = "--no-sandbox --disable-gpu --disable-background-networking --disable-component-update --disable-sync --no-first-run"
+    with playwright.sync_api.sync_playwright() as driver:
+        chromium = driver.chromium.launch(executable_path=path, args=flags.split())
+        yield chromium
+        chromium.close()
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,7 @@
 
 #include <chrono>
 #include <cstdio>
+#include <cstdlib>
 #include <limits>
 
 using namespace powerinfer;
@@ -315,7 +316,7 @@ void test_unsupported_type(const kernel_table * kernels) {
 }  // namespace
 
 int main() {
-    const kernel_table * kernels = kernel_table_select(nullptr);
+    const kernel_table * kernels = kernel_table_select(std::getenv("POWERINFER_KERNELS"));
     if (!fake_device_register(1) || fake() == nullptr) {
         std::fprintf(stderr, "the fake device could not be registered\n");
         return 1;

@@ -17,6 +17,7 @@ from powerinfer_py.bench import BenchOptions, Line, Measured, Model, Sample
 from powerinfer_py.bench_kernels import KernelOptions
 from powerinfer_py.bench_machine import Noise
 from powerinfer_py.errors import NoiseError, OptionError, PlanError
+from powerinfer_py.format import open_files
 from powerinfer_py.llama import Stats
 from powerinfer_py.tools import plot_bench
 
@@ -127,7 +128,7 @@ def test_decoding_starts_behind_the_context(
 
 
 def test_weight_bytes_leave_out_the_table_of_which_one_row_is_read(tiny_model: Callable[..., Path]) -> None:
-    untied, tied = (bench.open_files(str(tiny_model(tied=tied)), None)[0] for tied in (False, True))
+    untied, tied = (open_files(str(tiny_model(tied=tied)), None)[0] for tied in (False, True))
     assert bench._weight_bytes(untied) == bench._weight_bytes(tied)
     n_ffn = 4 * 3 * 256 * 64 * 4
     assert n_ffn < bench._weight_bytes(untied) < 2 * n_ffn

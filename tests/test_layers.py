@@ -84,16 +84,64 @@ PYTHON_IMPORTS = {
     "gguf_file": {"errors"},
     "format": {"errors", "gguf_file", "_core"},
     "llama": {"errors", "format", "gguf_file", "_core"},
+    "hub": {"errors", "format"},
     "bench_machine": {"errors", "_core"},
     "bench_report": {"format"},
     "bench_kernels": {"errors", "_core", "bench_machine", "bench_report"},
-    "bench": {"errors", "format", "gguf_file", "_core", "llama", "bench_machine", "bench_report", "bench_kernels"},
-    "cli": {"errors", "format", "gguf_file", "_core", "llama", "bench", "__init__"},
+    "bench": {
+        "errors",
+        "format",
+        "gguf_file",
+        "_core",
+        "llama",
+        "hub",
+        "bench_machine",
+        "bench_report",
+        "bench_kernels",
+    },
+    "chat_view": set(),
+    "chat": {"errors", "format", "gguf_file", "_core", "llama", "hub", "bench", "chat_view"},
+    "cli": {"errors", "format", "gguf_file", "_core", "llama", "hub", "bench", "__init__"},
 }
 # The same for powerinfer_py/serving/; "serving.x" is a module of that folder.
 SERVING_IMPORTS = {
     "__init__": set(),
     "requests": set(),
+    "fair_queue": {"errors"},
+    "text_assembly": {"serving", "serving.requests"},
+    "sampler": {"errors", "llama", "serving.requests"},
+    "engine": {
+        "errors",
+        "format",
+        "llama",
+        "serving.fair_queue",
+        "serving.requests",
+        "serving.sampler",
+        "serving.text_assembly",
+    },
+    "protocol": {"serving.requests"},
+    "completions": {"errors", "serving.requests", "serving.engine"},
+    "metrics": {"serving.completions", "serving.engine"},
+    "app": {
+        "errors",
+        "serving",
+        "serving.completions",
+        "serving.engine",
+        "serving.metrics",
+        "serving.protocol",
+    },
+    "ray_serve": {"__init__", "_core", "errors", "format", "serving.app", "serving.engine", "serving.serve"},
+    "serve": {
+        "__init__",
+        "bench",
+        "errors",
+        "format",
+        "hub",
+        "llama",
+        "serving.app",
+        "serving.completions",
+        "serving.engine",
+    },
 }
 
 
@@ -201,7 +249,16 @@ def test_tools_import_format_errors_and_each_other(path: Path) -> None:
     """`_core` and `Llama` too: profiling runs models."""
     imported = {name.split(".")[1] for name in imported_modules(path) if name.startswith("powerinfer_py.")}
     known = {p.stem for p in PACKAGE.glob("*.py")}
-    assert imported & known <= {"errors", "format", "gguf_file", "llama", "bench", "bench_machine", "bench_report"}
+    assert imported & known <= {
+        "errors",
+        "format",
+        "gguf_file",
+        "llama",
+        "hub",
+        "bench",
+        "bench_machine",
+        "bench_report",
+    }
 
 
 def test_package_doesnt_need_torch() -> None:

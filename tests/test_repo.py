@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import json
 import os
@@ -24,9 +25,8 @@ DOCUMENTS = (
     "README.md",
     "CONTRIBUTING.md",
     "CHANGELOG.md",
-    "docs/pipeline.md",
-    "docs/placement.md",
-    "docs/speed.md",
+    "SECURITY.md",
+    *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))),
     "models/README.md",
     "models/tiny-relu/README.md",
 )
@@ -69,7 +69,7 @@ def test_installed_package_has_what_it_needs_and_no_sources() -> None:
     listed = importlib.metadata.files("powerinfer_py") or []
     names = {str(path) for path in listed}
     if not is_editable():
-        needed = ("py.typed", "tools/inspect_model.py", "tools/machines/rtx4090.json")
+        needed = ("py.typed", "serving/page/page.js", "tools/inspect_model.py", "tools/machines/rtx4090.json")
         assert {f"powerinfer_py/{name}" for name in needed} <= names
     assert {
         "powerinfer_py/_core.pyi",
@@ -95,22 +95,25 @@ def test_installed_libraries_are_found_relative_to_their_files() -> None:
         assert "not found" not in linked, linked
 
 
+@functools.cache
+def help_of(*command: str | Path) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
 @pytest.mark.parametrize("command", commands("powerinfer"))
 def test_powerinfer_command_in_the_documents_exists(command: str) -> None:
     words = shlex.split(command)
-    if words[1].isupper():
+    if words[1].isupper() or words[1] == "--version":
         return
     assert words[1] in cli.VERBS
-    text = subprocess.run(
-        [sys.executable, "-m", "powerinfer_py.cli", words[1], "--help"], capture_output=True, text=True, check=True
-    ).stdout
+    text = help_of(sys.executable, "-m", "powerinfer_py.cli", words[1], "--help")
     for flag in (word for word in words[2:] if word.startswith("-")):
         assert re.search(rf"(?<![\w-]){flag}(?![\w-])", text), f"{flag} isn't a flag of powerinfer {words[1]}"
 
 
 @pytest.mark.parametrize("command", commands("powerinfer-main"))
 def test_powerinfer_main_command_in_the_documents_exists(command: str) -> None:
-    text = subprocess.run([SCRIPTS / "powerinfer-main", "-h"], capture_output=True, text=True, check=True).stdout
+    text = help_of(SCRIPTS / "powerinfer-main", "-h")
     for flag in (word for word in shlex.split(command)[1:] if word.startswith("-")):
         assert re.search(rf"(?<![\w-]){flag}(?![\w-])", text), f"{flag} isn't a flag of powerinfer-main"
 
@@ -134,8 +137,9 @@ def test_python_in_the_documents_uses_what_exists(block: str) -> None:
     compile(block, "README.md", "exec")
     for name in re.findall(r"from powerinfer_py import (\w+)", block):
         assert hasattr(powerinfer_py, name)
-    for method in re.findall(r"llm\.(\w+)", block):
-        assert hasattr(powerinfer_py.Llama, method)
+    if "import Llama\n" in block:
+        for method in re.findall(r"llm\.(\w+)", block):
+            assert hasattr(powerinfer_py.Llama, method)
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
@@ -158,12 +162,23 @@ def test_version_and_llama_cpp_are_the_same_everywhere() -> None:
 
 
 def test_picture_is_well_formed_and_has_a_dark_variant() -> None:
-    text = (ROOT / "docs" / "how-it-works.svg").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "pictures" / "how-it-works.svg").read_text(encoding="utf-8")
     xml.etree.ElementTree.fromstring(text)
     assert "prefers-color-scheme: dark" in text
 
 
+def test_promises_name_tests_that_exist() -> None:
+    text = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
+    names = re.findall(r"`(test[\w-]+(?:\.py)?)(?:::(\w+))?`", text)
+    assert len(names) > 10
+    for file, function in names:
+        path = ROOT / "tests" / (file if file.endswith(".py") else f"{file}.cpp")
+        assert path.exists(), path
+        assert not function or f"def {function}(" in path.read_text(encoding="utf-8"), function
+
+
 def test_ci_runs_the_test_command_of_the_readme() -> None:
     text = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
-    assert "make test" in text and "set -euo pipefail" in text
+    assert 'make "$@"' in text and "set -euo pipefail" in text
+    assert re.findall(r"^run (\w+)$", text, re.MULTILINE)[-1] == "test"
     assert os.access(ROOT / ".ci" / "run", os.X_OK)

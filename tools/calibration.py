@@ -17,6 +17,7 @@ from .row_types import row_bytes
 from .terminal import Steps
 from .text_runner import Runner
 from .token_scores import TokenScores
+from .window_runs import Runs, mean_divergence, measure_window
 
 # Where the two tests are probed: shares of rows skipped in one layer, near what 2 % loss allows.
 _PROBED_DOWN_SHARE = 0.5
@@ -65,8 +66,11 @@ def layer_row_bytes(plan: _core.Plan) -> list[tuple[int, int, int]]:
 class Calibration:
     """Chooses thresholds: curves of every layer, prices of their tests, then the budget that the target allows."""
 
-    def __init__(self, runner: Runner, base: BaseModel, plan: Plan, state: ProfileState, steps: Steps) -> None:
+    def __init__(
+        self, runner: Runner, runs: Runs, base: BaseModel, plan: Plan, state: ProfileState, steps: Steps
+    ) -> None:
         self.runner = runner
+        self.runs = runs
         self.base = base
         self.plan = plan
         self.state = state
@@ -99,14 +103,7 @@ class Calibration:
                     *thresholds.neuron_impacts(self.base, self.plan.activation, i, x)
                 )
                 step()
-        tests = (0, 1) if self.plan.gated else (1,)
-        with self.steps("cost of each layer", len(tests) * len(self.covered)) as step:
-            for i in self.covered:
-                for test in tests:
-                    if np.isnan(self.state.prices[i, test]):
-                        self.state.prices[i, test] = self._price(i, test, windows, dense)
-                        self.state.save_sometimes()
-                    step()
+        self._measure_prices(windows, dense)
         for i in self.covered:
             gate_bytes, up_bytes, down_bytes = self.row_bytes[i]
             self.models.append(
@@ -119,8 +116,30 @@ class Calibration:
                 )
             )
 
-    def _price(self, i_layer: int, test: int, windows: np.ndarray, dense: Sequence[TokenScores]) -> float:
-        """KL divergence per dropped energy when one layer alone skips by one test."""
+    def _measure_prices(self, windows: np.ndarray, dense: Sequence[TokenScores]) -> None:
+        """KL divergence per dropped energy when one layer alone skips by one test, where the state lacks it."""
+        prices = self.state.prices
+        tests = (0, 1) if self.plan.gated else (1,)
+        probes = []
+        with self.steps("cost of each layer", len(tests) * len(self.covered)) as step:
+            for i in self.covered:
+                for test in tests:
+                    probe = self._probe(i, test) if np.isnan(prices[i, test]) else None
+                    if probe is not None:
+                        probes.append((i, test, *probe))
+                        continue
+                    if np.isnan(prices[i, test]):
+                        prices[i, test] = 0.0  # a layer that adds nothing
+                    step()
+            shared = self.runs.share(windows), self.runs.share(dense)
+            found = self.runs.each(mean_divergence, [(values, *shared) for *_, values in probes])
+            for divergence, (i, test, energy, _) in zip(found, probes):
+                prices[i, test] = max(divergence, 0.0) / energy
+                self.state.save_sometimes()
+                step()
+
+    def _probe(self, i_layer: int, test: int) -> tuple[float, list[tuple[float, float]]] | None:
+        """The energy that one layer drops, and the thresholds of all layers that make it do so; None: it has none."""
         curves = self.curves[i_layer]
         skipped, energy, share = (
             (curves.up_saved, curves.gate_energy, _PROBED_UP_SHARE)
@@ -129,13 +148,11 @@ class Calibration:
         )
         edges = np.flatnonzero(energy)
         if not len(edges):
-            return 0.0  # a layer that adds nothing
+            return None
         edge = int(edges[np.argmin(np.abs(skipped[edges] - share))])
         values = [(0.0, 0.0)] * self.plan.n_layer
         values[i_layer] = (thresholds.bin_edge(edge), 0.0) if test == 0 else (0.0, thresholds.bin_edge(edge))
-        self.runner.set_thresholds(values)
-        found = [scores.divergences(self.runner.scored(window)).mean() for window, scores in zip(windows, dense)]
-        return max(float(np.mean(found)), 0.0) / energy[edge]
+        return float(energy[edge]), values
 
     def edges_within(self, what: str, limit: float) -> list[Edges]:
         """The thresholds that save most bytes while a predicted quantity stays within a limit.
@@ -181,28 +198,25 @@ class Calibration:
         Returns:
             The loss.
         """
-        runner = self.runner
         missing = [i for i in numbers if np.isnan(dense[i])]
         with self.steps(what, len(missing) + len(numbers)) as step:
-            runner.plan.set_sparsity("dense")
-            for i in missing:
-                dense[i] = runner.likelihood(windows[i])
+            for run, i in zip(self.runs.each(measure_window, [("dense", windows[i]) for i in missing]), missing):
+                dense[i] = run.likelihood
                 self.state.save_sometimes()
                 step()
-            runner.set_thresholds(self.values_of(edges))
-            runner.plan.reset_stats()
-            sparse = []
-            for i in numbers:
-                sparse.append(runner.likelihood(windows[i]))
+            values = self.values_of(edges)
+            runs = []
+            for run in self.runs.each(measure_window, [(values, windows[i]) for i in numbers]):
+                runs.append(run)
                 step()
-        stats = runner.plan.stats()
-        change = np.array(sparse) - dense[numbers]
+        sparse = np.array([run.likelihood for run in runs])
+        change = sparse - dense[numbers]
         return Loss(
             dense=math.exp(dense[numbers].mean()),
-            sparse=math.exp(np.mean(sparse)),
+            sparse=math.exp(sparse.mean()),
             increase=float(change.mean()),
             error=float(change.std(ddof=1) / math.sqrt(len(change))),
-            density=stats["n_active"] / stats["n_neurons"],
+            density=sum(run.n_active for run in runs) / sum(run.n_neurons for run in runs),
         )
 
     def search(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -111,6 +112,13 @@ class Checkpoint:
                 raise FormatError(
                     f"{path}: has no tensor {min(names - found)}; expected it there, the index says so; {COPY_AGAIN}"
                 )
+
+    @property
+    def name(self) -> str:
+        """What the model is called: as its folder, or as the repository when that is a snapshot in the hub's cache."""
+        folder = self.folder.resolve()
+        repo = re.fullmatch(r"models--.+--(.+)", folder.parent.parent.name)
+        return repo[1] if repo and folder.parent.name == "snapshots" else folder.name
 
     def row_type(self, name: str) -> str:
         """The ggml type of a tensor's values: F32, F16 or BF16.

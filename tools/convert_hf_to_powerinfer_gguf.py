@@ -22,6 +22,7 @@ from powerinfer_py import _core
 from powerinfer_py import format as pi_format
 from powerinfer_py.errors import FormatError, OptionError
 from powerinfer_py.format import SIDECAR_SUFFIX, BaseModel, Plan, PlanLayer
+from powerinfer_py.hub import add_hub_arguments, resolve_checkpoint
 from powerinfer_py.tools.architectures import HfModel, Source, read_model
 from powerinfer_py.tools.arguments import check_plan_path
 from powerinfer_py.tools.quantize_base import FILE_TYPES, quantize_model, read_imatrix
@@ -215,7 +216,7 @@ def _write_floats(model: HfModel, path: Path, outtype: str | None, steps: Steps,
 
     writer = gguf.GGUFWriter(path, model.architecture)
     try:
-        writer.add_name(model.checkpoint.folder.resolve().name)
+        writer.add_name(model.checkpoint.name)
         if outtype is not None:
             writer.add_file_type(FILE_TYPES[outtype])
         model.add_keys(writer)
@@ -441,7 +442,10 @@ def _ordered(layer: PlanLayer, counts: list[np.ndarray], i_layer: int, note: Not
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `powerinfer convert`."""
-    parser.add_argument("model", type=Path, metavar="MODEL_DIR", help="folder with config.json, weights and tokenizer")
+    parser.add_argument(
+        "model", type=Path, nargs="?", metavar="MODEL_DIR", help="folder with config.json, weights and tokenizer"
+    )
+    add_hub_arguments(parser, "checkpoint")
     parser.add_argument(
         "-o", "--outfile", type=Path, required=True, metavar=f"X{SIDECAR_SUFFIX}", help="extended GGUF to write"
     )
@@ -479,7 +483,7 @@ def _options(args: argparse.Namespace) -> ConvertOptions:
     if args.threads is not None and args.threads < 1:
         raise OptionError(f"threads: {args.threads}; expected at least 1; pass another number.")
     values = {field.name: getattr(args, field.name) for field in fields(ConvertOptions)}
-    return ConvertOptions(**{**values, "text": tuple(args.text)})
+    return ConvertOptions(**{**values, "model": Path(resolve_checkpoint(args)), "text": tuple(args.text)})
 
 
 def run(args: argparse.Namespace) -> int:

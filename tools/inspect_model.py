@@ -18,6 +18,7 @@ from rich.table import Table
 from powerinfer_py import format as pi_format
 from powerinfer_py.errors import FormatError, OptionError, PlanError
 from powerinfer_py.gguf_file import row_type_name
+from powerinfer_py.hub import add_hub_arguments, resolve_model
 
 from .arguments import need_packages
 
@@ -229,7 +230,8 @@ def plot_activations(plan: pi_format.Plan, output: Path) -> None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `powerinfer inspect`."""
-    parser.add_argument("file", type=Path, help="any GGUF or plan")
+    parser.add_argument("model", type=Path, nargs="?", metavar="FILE", help="any GGUF or plan")
+    add_hub_arguments(parser)
     parser.add_argument(
         "--base", type=Path, default=InspectOptions.base, help="the plan's base model (default: beside it)"
     )
@@ -252,7 +254,7 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         The exit code; 1 when the base model isn't the plan's.
     """
-    options = InspectOptions(args.file, args.base, args.json, args.plot)
+    options = InspectOptions(Path(resolve_model(args)), args.base, args.json, args.plot)
     report = inspect(options.file, options.base)
     if options.plot is not None:
         if report.kind == "model":

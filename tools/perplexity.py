@@ -19,10 +19,11 @@ from typing import Any
 import numpy as np
 
 from powerinfer_py import _core
-from powerinfer_py.bench import STOCK, open_files
+from powerinfer_py.bench import STOCK
 from powerinfer_py.bench_report import figure, names, print_table, write_json
 from powerinfer_py.errors import FormatError, OptionError, PlanError
-from powerinfer_py.format import BaseModel, Plan, bare_plan, is_extended
+from powerinfer_py.format import BaseModel, Plan, bare_plan, is_extended, open_files
+from powerinfer_py.hub import add_hub_arguments, resolve_model
 from powerinfer_py.llama import SPARSITY_MODES
 
 from .terminal import Steps, note_once, progress_steps
@@ -449,7 +450,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Perplexity of a text by llama.cpp's method (chunks, the second half of each counts), and what each sparsity mode "
         "changes against dense: ratio of perplexities, KL divergence, agreement on the likeliest token, with standard errors."
     )
-    parser.add_argument("model", type=Path, metavar="MODEL", help="a GGUF (its sidecar is found beside it), or a plan")
+    parser.add_argument(
+        "model", type=Path, nargs="?", metavar="MODEL", help="a GGUF (its sidecar is found beside it), or a plan"
+    )
+    add_hub_arguments(parser)
     parser.add_argument(
         "-f",
         "--file",
@@ -485,7 +489,7 @@ def _options(args: argparse.Namespace) -> PerplexityOptions:
     if args.json and not args.json.absolute().parent.is_dir():
         raise OptionError(f"{args.json}: its folder doesn't exist; expected one to write to; make it first.")
     return PerplexityOptions(
-        model=args.model,
+        model=Path(resolve_model(args)),
         files=tuple(args.file),
         plan=args.plan,
         modes=args.modes,

@@ -29,14 +29,17 @@ from powerinfer_py.format import (
     derived_row_type,
     write_plan,
 )
+from powerinfer_py.hub import add_hub_arguments, resolve_model
 
 from . import arguments, plot_profile
 from .calibration import Calibration, Loss, layer_row_bytes
 from .profile_state import ProfileState
+from .ray_tasks import Cluster, RayRuns, add_ray_arguments, check_ray
 from .row_types import row_type_id, rows_of
 from .terminal import Steps, note_once, progress_steps
 from .text_runner import Runner, text_windows
 from .thresholds import CALIBRATED_ACTIVATIONS
+from .window_runs import LocalRuns, Mode, Runs, count_window, set_mode
 
 # Windows whose dense outputs are kept, to measure what skipping in one layer changes.
 _N_PROBE_WINDOWS = 2
@@ -71,6 +74,8 @@ class ProfileOptions:
     strict: bool = False
     mapped: bool = False
     keeps_state: bool = True  # when it is stopped by Ctrl-C
+    ray: str | None = None  # address of a Ray cluster, or `local`: a Ray on this machine; None: without Ray
+    verbose: bool = False  # Ray's own messages
 
 
 @dataclass(frozen=True)
@@ -190,7 +195,19 @@ def make_profile(options: ProfileOptions, steps: Steps, note: Callable[[str], No
         elif state.path.exists():
             note(f"{state.path}: the state of a stopped run is replaced; --resume would have gone on with it.")
         try:
-            result = _run(options, base, plan, runner, windows, corpus, state, steps, note)
+            runs = LocalRuns(runner)
+            if options.ray is not None:
+                cluster = stack.enter_context(Cluster(options.ray, runner.n_threads, note, verbose=options.verbose))
+                runs = RayRuns(
+                    cluster,
+                    runner,
+                    first.read_bytes(),
+                    str(options.out),
+                    base,
+                    strict=options.strict,
+                    mapped=options.mapped,
+                )
+            result = _run(options, base, plan, runner, runs, windows, corpus, state, steps, note)
         except KeyboardInterrupt:
             if not options.keeps_state:
                 raise
@@ -224,6 +241,7 @@ def _run(
     base: BaseModel,
     plan: Plan,
     runner: Runner,
+    runs: Runs,
     windows: np.ndarray,
     corpus: str,
     state: ProfileState,
@@ -233,12 +251,13 @@ def _run(
     counted = np.random.default_rng(options.seed).permutation(len(windows))
     loss = None
     checks = []
+    mode: Mode = "exact"
     values = [(0.0, 0.0)] * plan.n_layer
     up_share = np.ones(plan.n_layer)
     if plan.activation in CALIBRATED_ACTIVATIONS:
         n_held_out = max(_MIN_HELD_OUT_WINDOWS, round(_HELD_OUT_SHARE * len(windows)))
         measuring, choosing, counted = counted[:n_held_out], counted[n_held_out : 2 * n_held_out], counted[n_held_out:]
-        calibration = Calibration(runner, base, plan, state, steps)
+        calibration = Calibration(runner, runs, base, plan, state, steps)
         calibration.measure_layers(windows[counted[n_held_out : n_held_out + _N_PROBE_WINDOWS]])
         edges, loss = calibration.search(options.max_loss, options.density, windows, choosing, measuring)
         values = calibration.values_of(edges)
@@ -257,8 +276,8 @@ def _run(
             checks.append(
                 (name, calibration.loss(edges, others, np.arange(len(others)), unknown, f"check {path.name}"))
             )
-        runner.set_thresholds(values)
-    _count(runner, windows[counted], state, steps)
+        mode = values
+    _count(runs, mode, windows[counted], state, steps)
     n_tokens = len(counted) * options.ctx
     layers = []
     for i, layer in enumerate(plan.layers):
@@ -281,6 +300,7 @@ def _run(
             )
         layers.append(layer)
     base_bytes = [sum(t.n_bytes for t in base.ffn(i).values()) for i, layer in enumerate(plan.layers) if layer.n_ff]
+    set_mode(runner, mode)
     stats = runner.decode_stats(windows[counted[0]])
     has_thresholds = any(map(any, values))
     return Profile(
@@ -299,22 +319,17 @@ def _run(
     )
 
 
-def _count(runner: Runner, windows: np.ndarray, state: ProfileState, steps: Steps) -> None:
+def _count(runs: Runs, mode: Mode, windows: np.ndarray, state: ProfileState, steps: Steps) -> None:
     """Adds the activations of the windows that the state lacks."""
-    plan = runner.plan
-    covered = [i for i, layer in enumerate(plan.layers()) if layer["n_ff"]]
-
-    plan.reset_counts()
     with steps("counting", len(windows)) as step:
         for _ in range(len(state.counted)):
             step()
-        for window in windows[len(state.counted) :]:
-            counted = np.append(state.counted, runner.likelihood(window))
+        missing = windows[len(state.counted) :]
+        for likelihood, fired in runs.each(count_window, [(mode, window) for window in missing]):
+            counted = np.append(state.counted, likelihood)
             active = state.active.copy()
-            for i in covered:
-                fired = plan.counts(i)["active"]
-                active[i, : len(fired)] += fired
-            plan.reset_counts()
+            for i, n_tokens in fired.items():
+                active[i, : len(n_tokens)] += n_tokens
             # in one step: Ctrl-C must not leave a window's activations without the window
             state.active, state.counted = active, counted
             state.save_sometimes()
@@ -327,7 +342,8 @@ def _count(runner: Runner, windows: np.ndarray, state: ProfileState, steps: Step
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `powerinfer profile`."""
     defaults = {field.name: field.default for field in fields(ProfileOptions)}
-    parser.add_argument("model", type=Path, metavar="MODEL.gguf", help="a stock GGUF")
+    parser.add_argument("model", type=Path, nargs="?", metavar="MODEL.gguf", help="a stock GGUF")
+    add_hub_arguments(parser)
     parser.add_argument("--text", type=Path, nargs="+", required=True, metavar="FILE", help="plain text, UTF-8")
     parser.add_argument(
         "-o", "--out", type=Path, metavar="OUT.powerinfer.gguf", help="default: the sidecar beside the model"
@@ -373,15 +389,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resume", action="store_true", help="go on where a stopped run ended")
     parser.add_argument("--strict", action="store_true", help="a fallback is an error instead of a note")
     parser.add_argument("--mapped", action="store_true", help="weights stay in the mapped file")
+    add_ray_arguments(parser)
 
 
 def _options(args: argparse.Namespace) -> ProfileOptions:
     """The options of a command line, checked."""
-    name = args.model.name
-    out = args.out or args.model.with_name(name.removesuffix(".gguf") + SIDECAR_SUFFIX)
+    if args.hf_repo and args.out is None:
+        raise OptionError(
+            "out: --hf-repo was given without it; expected a plan that the cache's next clean-up leaves alone; pass -o."
+        )
+    model = Path(resolve_model(args))
+    out = args.out or model.with_name(model.name.removesuffix(".gguf") + SIDECAR_SUFFIX)
     arguments.check_plan_path("out", out)
     arguments.check_run(args)
-    activation = args.activation or bare_plan(args.model).activation
+    check_ray(args)
+    activation = args.activation or bare_plan(model).activation
     if activation not in CALIBRATED_ACTIVATIONS and (args.max_loss or args.density or args.check):
         raise OptionError(
             f"{activation}: has exact zeros, nothing is calibrated; leave --max-loss, --density and --check out."
@@ -394,7 +416,7 @@ def _options(args: argparse.Namespace) -> ProfileOptions:
         row_type_id(args.down_type)
     default_loss = ProfileOptions.max_loss if args.density is None else None
     return ProfileOptions(
-        model=args.model,
+        model=model,
         text=tuple(args.text),
         check=tuple(args.check),
         out=out,
@@ -410,6 +432,8 @@ def _options(args: argparse.Namespace) -> ProfileOptions:
         down_type=args.down_type,
         plot=None if args.no_plot else args.plot or out.with_name(out.name.removesuffix(".gguf") + ".png"),
         resume=args.resume,
+        ray=args.ray,
+        verbose=args.verbose,
         strict=args.strict,
         mapped=args.mapped,
     )

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from powerinfer_py.bench import open_files
 from powerinfer_py.errors import OptionError
+from powerinfer_py.format import open_files
 
 from .arguments import count_of, device_memory, need_packages, share
 from .hardware import Gpu, Hardware, Processor, find_hardware, shipped_hardware

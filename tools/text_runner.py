@@ -35,6 +35,7 @@ class Runner:
         plan: the plan; None: upstream computes.
         vocab: llama.cpp's vocabulary.
         n_ctx: tokens per window.
+        n_threads: that compute.
         n_vocab: tokens that the vocabulary has.
         bos: the token that texts begin with; None where the vocabulary adds none.
         decode_s: seconds that all decodes took so far.
@@ -70,6 +71,7 @@ class Runner:
             PlanError: the model can't be loaded, or its context is shorter than a window.
         """
         self.n_ctx = n_ctx
+        self.n_threads = n_threads or _core.physical_cores()
         self.plan = None
         self.decode_s = 0.0
         self._stack = ExitStack()
@@ -86,10 +88,10 @@ class Runner:
                 )
                 stack.callback(self.plan.close)
                 model = self.plan.base_path
-            self._load(stack, model, n_threads or _core.physical_cores())
+            self._load(stack, model)
             self._stack = stack.pop_all()
 
-    def _load(self, stack: ExitStack, model: Path, n_threads: int) -> None:
+    def _load(self, stack: ExitStack, model: Path) -> None:
         logging.getLogger("llama-cpp-python").setLevel(logging.ERROR)  # what upstream prints while it loads
         params = llama_cpp.llama_model_default_params()
         params.n_gpu_layers = 0
@@ -111,8 +113,8 @@ class Runner:
         context = llama_cpp.llama_context_default_params()
         context.n_ctx = context.n_batch = self.n_ctx
         context.n_ubatch = min(self.n_ctx, context.n_ubatch)
-        context.n_threads = context.n_threads_batch = n_threads
-        self._tiles = _core.UpstreamTiles(n_threads)
+        context.n_threads = context.n_threads_batch = self.n_threads
+        self._tiles = _core.UpstreamTiles(self.n_threads)
         context.no_perf = True
         self._context = llama_cpp.llama_init_from_model(self._model, context)
         if self._context is None:

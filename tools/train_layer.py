@@ -93,6 +93,11 @@ class LayerTask:
             return self.row_type
         return "f16" if self.cost.n_embd % RANK_STEP else "q8_0"
 
+    @property
+    def input_paths(self) -> list[Path]:
+        """Files of the shards that a worker reads."""
+        return [self.shards.state_path, self.shards.x_path(self.i_layer), self.shards.active_path(self.i_layer)]
+
     def path(self, what: str) -> Path:
         """Where a result of this layer is kept."""
         return self.shards.folder / f"layer-{self.i_layer:03d}.{what}.npz"

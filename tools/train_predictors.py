@@ -6,6 +6,7 @@ Text is shared out once, by --seed: what predictors are fitted to, what chooses 
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import json
 import math
@@ -48,6 +49,7 @@ from .predictor_cost import (
     share_budget,
     write_rates,
 )
+from .ray_tasks import Cluster, FileStamp, add_ray_arguments, check_ray, on_same_files
 from .row_types import plan_rows, row_bytes
 from .terminal import Steps, note_once, progress_steps
 from .text_runner import Runner, text_windows
@@ -90,6 +92,8 @@ class TrainOptions:
     keep: bool = False  # the shards, for another --resume
     strict: bool = False
     mapped: bool = False
+    ray: str | None = None  # address of a Ray cluster, or `local`: a Ray on this machine; None: without Ray
+    verbose: bool = False  # Ray's own messages
 
     @property
     def folder(self) -> Path:
@@ -243,7 +247,8 @@ def make_training(options: TrainOptions, steps: Steps, note: Callable[[str], Non
         write_active(shards, base, plan, steps)
         rates = _rates(options, plan, base, layers, kernels, n_threads, note)
         tasks = _tasks(options, plan, base, layers, shards, rates)
-        results = _train(options, tasks, base, steps)
+        with _worker(options, tasks, base, note) as work:
+            results = _train(options, tasks, base, work, steps)
     except KeyboardInterrupt:
         note(f"stopped; what was done is kept in {options.folder}; the same command with --resume goes on.")
         raise
@@ -390,13 +395,42 @@ def _n_parameters(base: BaseModel) -> int:
     return sum(math.prod(base.tensor(name).ne) for name in base.tensors)
 
 
-def _train(options: TrainOptions, tasks: Sequence[LayerTask], base: BaseModel, steps: Steps) -> list[LayerResult]:
+# (function of a layer's task, its arguments by number) -> (number, result) as they come
+Work = Callable[[Callable[..., Any], dict[int, tuple[Any, ...]]], Iterator[tuple[int, Any]]]
+
+
+@contextmanager
+def _worker(
+    options: TrainOptions, tasks: Sequence[LayerTask], base: BaseModel, note: Callable[[str], None]
+) -> Iterator[Work]:
+    """What works on layers: processes here, or Ray."""
+    if options.ray is None:
+        n_jobs = min(options.jobs or _core.physical_cores(), len(tasks))
+        yield functools.partial(_in_parallel, n_jobs)
+        return
+    model = [FileStamp.of(file.path) for file in base.files] + [FileStamp.of(tasks[0].plan)]
+    n_gpus = 1 if options.device == "cuda" else 0
+    with Cluster(options.ray, 1, note, verbose=options.verbose) as cluster:
+
+        def work(function: Callable[..., Any], arguments: dict[int, tuple[Any, ...]]) -> Iterator[tuple[int, Any]]:
+            values = []
+            for task, *rest in arguments.values():
+                stamps = [*model, *(FileStamp.of(path) for path in task.input_paths)]
+                values.append((stamps, function, task, *rest))
+            started = cluster.start(on_same_files, values, n_gpus if function is train_layer else 0)
+            return cluster.finished(dict(zip(arguments, started)))
+
+        yield work
+
+
+def _train(
+    options: TrainOptions, tasks: Sequence[LayerTask], base: BaseModel, work: Work, steps: Steps
+) -> list[LayerResult]:
     """Sizes of all layers, then their predictors."""
-    n_jobs = min(options.jobs or _core.physical_cores(), len(tasks))
     curves: list[SizeCurve | None] = [kept_curve(task) for task in tasks]
     missing = [i for i, curve in enumerate(curves) if curve is None]
     with steps("sizes", len(missing)) as step:
-        for i, curve in _in_parallel(n_jobs, search_layer, {i: (tasks[i],) for i in missing}):
+        for i, curve in work(search_layer, {i: (tasks[i],) for i in missing}):
             curves[i] = curve
             step()
     ranks, reasons = _choose_ranks(options, tasks, curves, base)
@@ -406,7 +440,7 @@ def _train(options: TrainOptions, tasks: Sequence[LayerTask], base: BaseModel, s
         results.append(kept_result(task, rank) if rank else none)
     missing = [i for i, result in enumerate(results) if result is None]
     with steps("predictors", len(missing)) as step:
-        for i, result in _in_parallel(n_jobs, train_layer, {i: (tasks[i], ranks[i]) for i in missing}):
+        for i, result in work(train_layer, {i: (tasks[i], ranks[i]) for i in missing}):
             results[i] = result
             step()
     return results
@@ -651,6 +685,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-plot", action="store_true", help="no picture")
     parser.add_argument("--strict", action="store_true", help="a fallback is an error instead of a note")
     parser.add_argument("--mapped", action="store_true", help="weights stay in the mapped file")
+    add_ray_arguments(parser)
 
 
 def _options(args: argparse.Namespace) -> TrainOptions:
@@ -664,6 +699,9 @@ def _options(args: argparse.Namespace) -> TrainOptions:
             )
     arguments.check_plan_path("out", out)
     arguments.check_run(args)
+    check_ray(args)
+    if args.ray is not None and args.jobs is not None:
+        raise OptionError("jobs: with --ray, Ray decides how many layers run at a time; leave one of them out.")
     values = {field.name: getattr(args, field.name) for field in fields(TrainOptions)}
     return TrainOptions(**{**values, "text": tuple(args.text), "out": out})
 
