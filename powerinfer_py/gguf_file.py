@@ -234,9 +234,9 @@ class GgufFile:
             rows: which of its rows.
 
         Returns:
-            (rows, ne0) float32.
+            (rows, ne0) float32; one row of a vector.
         """
-        return dequantize(np.ascontiguousarray(self.array(name)[rows]), self.tensors[name].type)
+        return dequantize(np.ascontiguousarray(np.atleast_2d(self.array(name))[rows]), self.tensors[name].type)
 
     def _error(self, text: str) -> FormatError:
         return FormatError(f"{self.where}: {text}")

@@ -647,6 +647,15 @@ def test_model_that_lacks_something_is_refused(architecture: str, options: dict,
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
+def test_empty_tensor_is_refused(tmp_path: Path, notes: Notes) -> None:
+    """Found by fuzzing: with `original/found-empty-tensor`, rows were divided by their number."""
+    found = Path(__file__).parent / "fuzz" / "corpus" / "original" / "found-empty-tensor"
+    path = tmp_path / "in.powerinfer.gguf"
+    path.write_bytes(found.read_bytes())
+    with pytest.raises(FormatError, match="is empty"):
+        import_model(ImportOptions(path, tmp_path / "out.powerinfer.gguf"), notes)
+
+
 def test_split_given_as_model_is_told_apart(tmp_path: Path) -> None:
     split = original_models.write_split(tmp_path / "s.gpuidx", split_masks(3, 160))
     with pytest.raises(FormatError, match="--split"):

@@ -108,7 +108,9 @@ def _open_backend(path: Path) -> tokenizers.Tokenizer:
 
     try:
         return tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing narrower
+    except BaseException as error:  # the library raises nothing narrower, and its panics aren't an Exception
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         raise FormatError(
             f"{path}: {error}; expected a file of the tokenizers library; download it again, or update that library."
         ) from None

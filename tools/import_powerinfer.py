@@ -124,6 +124,8 @@ class OriginalModel:
                 "no layer has ffn_down_t.weight; expected a sparse model; convert the original checkpoint."
             )
         for tensor in self.file.tensors.values():
+            if 0 in tensor.ne:
+                raise self.error(f"tensor {tensor.name} is empty; expected weights; convert the original checkpoint.")
             if tensor.name.endswith((".ffn_down_t.weight", ".fc1.weight", ".fc2.weight")):
                 self._check_matrix(tensor)
 

@@ -42,7 +42,7 @@ def _last_line(log: str) -> str:
     return f"{done[1]} inputs, {rate[1]}/s, {done[2]} edges, {done[3]} features, {done[4]} inputs kept"
 
 
-def run_target(name: str, command: list[str], corpus: Path, seconds: int, out: Path) -> Result:
+def run_target(name: str, command: list[str], corpus: Path, seconds: int, seed: int, out: Path) -> Result:
     """Fuzzes one target.
 
     Args:
@@ -50,13 +50,14 @@ def run_target(name: str, command: list[str], corpus: Path, seconds: int, out: P
         command: the program and its own arguments.
         corpus: the inputs to start from; it stays as it is.
         seconds: of fuzzing.
+        seed: of the changes; 0: another one each time.
         out: gets the log, and the input of a finding.
 
     Returns:
         What became of it.
     """
     log = out / f"{name}.log"
-    limits = [f"-max_total_time={seconds}", f"-timeout={INPUT_TIMEOUT_S}", "-print_final_stats=1"]
+    limits = [f"-max_total_time={seconds}", f"-seed={seed}", f"-timeout={INPUT_TIMEOUT_S}", "-print_final_stats=1"]
     with tempfile.TemporaryDirectory() as work, log.open("w") as file:
         flags = [*limits, f"-dict={FOLDER / 'names.dict'}", f"-artifact_prefix={out / name}-", work, str(corpus)]
         try:
@@ -83,6 +84,7 @@ def _excerpt(log: str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=int, default=60, help="of fuzzing per target")
+    parser.add_argument("--seed", type=int, default=1, help="of the changes; 0: another one each time")
     parser.add_argument("--jobs", type=int, default=2, help="targets at a time")
     parser.add_argument("--out", type=Path, default=Path("build/fuzz/out"), help="folder for logs and findings")
     parser.add_argument(
@@ -99,7 +101,7 @@ def main() -> int:
 
     def run(target: tuple[str, list[str], str]) -> Result:
         name, command, corpus = target
-        result = run_target(name, command, FOLDER / "corpus" / corpus, args.seconds, args.out.resolve())
+        result = run_target(name, command, FOLDER / "corpus" / corpus, args.seconds, args.seed, args.out.resolve())
         print(f"fuzz {name}: {'FOUND: ' if result.failed else ''}{result.text}", flush=True)
         return result
 
