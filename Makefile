@@ -137,8 +137,9 @@ check-neon:
 	    || { echo "make test-neon: no aarch64-linux-gnu-g++ or no qemu-aarch64; install them (Debian: apt install g++-aarch64-linux-gnu qemu-user)" >&2; exit 1; }
 
 check-clang:
-	@command -v clang++ > /dev/null \
-	    || { echo "clang++: not found; expected it for sanitizers and fuzzing; install it (make system, or apt install clang libclang-rt-dev libomp-dev)" >&2; exit 1; }
+	@printf '#include <omp.h>\nextern "C" int LLVMFuzzerTestOneInput(const unsigned char *, unsigned long) { return omp_get_max_threads() < 0; }\n' \
+	    | clang++ -fopenmp -fsanitize=fuzzer,address -x c++ - -o /dev/null 2>/dev/null \
+	    || { echo "clang++: not found, or without libFuzzer, sanitizers or OpenMP; expected them; install them (make system, or on Debian 12: apt install clang libclang-rt-14-dev libomp-dev llvm)" >&2; exit 1; }
 
 bump:
 	@test -n "$(VERSION)" || { echo "make bump: no VERSION; say which release: make bump VERSION=x.y.z" >&2; exit 1; }

@@ -831,6 +831,8 @@ void test_hostile(const test_folder & folder) {
     });
     expect_file("9 dimensions", {"9 dimensions"}, [](file_fields & f) { f.tensors[0].ne = std::vector<uint64_t>(9, 1); });
     expect_file("negative dimension", {"impossible shape"}, [=](file_fields & f) { f.tensors[0].ne = {huge}; });
+    expect_file("overflow behind a 0", {"impossible shape"},
+                [](file_fields & f) { f.tensors[0].ne = {0, int64_t(1) << 40, int64_t(1) << 40}; });
     expect_file("overflow", {"impossible shape"},
                 [](file_fields & f) { f.tensors[0].ne = {uint64_t(1) << 32, uint64_t(1) << 32, 4}; });
     expect_file("size overflow", {"impossible shape"}, [](file_fields & f) {

@@ -550,6 +550,11 @@ def test_wrong_checkpoint_is_one_clear_error_and_leaves_nothing(
         (hf.minicpm, {"scale_emb": ...}, ["scale_emb is missing"]),
         (hf.nemotron, {"head_dim": 32}, ["head_dim is '32'; expected 64 / 4"]),
         (hf.arcee, {"mlp_bias": True}, ["mlp_bias is 'True'; expected false"]),
+        (hf.arcee, {"architectures": [["ArceeForCausalLM"]]}, ["architectures is", "expected one of"]),
+        (hf.arcee, {"hidden_act": ["relu2"]}, ["hidden_act is", "expected one of"]),
+        (hf.falcon, {"activation": ["relu"], "hidden_act": ["gelu"]}, ["expected activation's value"]),
+        (hf.minicpm, {"scale_emb": 10**400}, ["scale_emb is", "expected a number above 0"]),
+        (hf.arcee, {"rope_parameters": {"rope_type": ["yarn"]}}, ["rope_parameters is", "a text as its rope_type"]),
     ],
 )
 def test_what_an_architecture_cant_compute_is_refused(

@@ -553,6 +553,22 @@ def test_base_file_with_folders_is_refused(name: str, plan_path: Path, tmp_path:
         assert "expected a file name without folders" in text
 
 
+def test_base_file_that_isnt_a_text_is_refused_whichever_base_is_named(
+    plan_path: Path, model: Path, tmp_path: Path
+) -> None:
+    fields = Fields(plan_path)
+    set_key("base_file", ["base.gguf"])(fields)
+    for text in errors_of(fields.write(tmp_path / "bad.powerinfer.gguf"), model):
+        assert "base.file is an array of str; expected str" in text
+
+
+def test_base_file_with_too_long_a_name_isnt_there(plan_path: Path, tmp_path: Path) -> None:
+    fields = Fields(plan_path)
+    set_key("base_file", "x" * 300)(fields)
+    for text in errors_of(fields.write(tmp_path / "bad.powerinfer.gguf"), None):
+        assert "isn't a file" in text
+
+
 def header(n_tensors: int, n_keys: int, version: int = 3) -> bytes:
     return b"GGUF" + struct.pack("<IQQ", version, n_tensors, n_keys)
 
@@ -588,6 +604,7 @@ HOSTILE = {
     "64 byte name": (header(1, 0) + tensor_info(b"x" * 64, [1]) + bytes(100), "64 bytes"),
     "tensor twice": (header(2, 0) + 2 * tensor_info(b"t", [1]) + bytes(100), "there twice"),
     "negative dimension": (header(1, 0) + tensor_info(b"t", [HUGE]) + bytes(100), "impossible shape"),
+    "empty, but too large for numpy": (header(1, 0) + tensor_info(b"t", [0, 2**40, 2**40]) + bytes(100), "impossible shape"),
     "overflowing shape": (header(1, 0) + tensor_info(b"t", [2**32, 2**32, 4]) + bytes(100), "impossible shape"),
     "offset past end": (header(1, 0) + tensor_info(b"t", [1], offset=2**62) + bytes(100), "ends past the end"),
     "size past end": (header(1, 0) + tensor_info(b"t", [2**40]) + bytes(100), "ends past the end"),
