@@ -112,7 +112,7 @@ $(VENV)/model: | $(VENV)/bin/pip
 	touch $@
 
 # A browser for the tests of the page, curl for those of the documents, clang and its libraries for `make fuzz` and `make tsan`.
-SYSTEM_PACKAGES := chromium curl clang libclang-rt-dev libomp-dev
+SYSTEM_PACKAGES := chromium curl clang libclang-rt-dev libomp-dev llvm
 system:
 	@command -v apt-get > /dev/null && test "$$(id -u)" = 0 \
 	    || { echo "make system: no apt-get, or not root; expected Debian and root; install by hand: $(SYSTEM_PACKAGES)" >&2; exit 1; }
