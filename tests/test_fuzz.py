@@ -65,3 +65,13 @@ def test_tokenizer_file_with_values_of_other_kinds_is_an_error(tmp_path: Path) -
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": ["</s>"]}))
     with pytest.raises(FormatError, match="something unexpected"):
         add_tokenizer(None, tmp_path, {"vocab_size": 16}, print)
+
+
+@pytest.mark.parametrize("change", [{"unk_token": "<gone>"}, {"vocab": {}}])
+def test_tokenizer_library_that_gives_up_is_an_error(change: dict, tmp_path: Path) -> None:
+    """It raises bare Exceptions: while it reads the file, or at the first text."""
+    files = json.loads((FOLDER / "corpus" / "checkpoint" / "llama").read_text())
+    model = {"type": "WordLevel", "vocab": {"<s>": 0}, "unk_token": "<s>", **change}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({**files["tokenizer.json"], "model": model}))
+    with pytest.raises(FormatError):
+        add_tokenizer(None, tmp_path, {"vocab_size": 16}, print)

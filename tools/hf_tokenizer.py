@@ -108,9 +108,7 @@ def _open_backend(path: Path) -> tokenizers.Tokenizer:
 
     try:
         return tokenizers.Tokenizer.from_file(str(path))
-    except BaseException as error:  # the library raises nothing narrower, and its panics aren't an Exception
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
+    except Exception as error:  # the library raises nothing narrower
         raise FormatError(
             f"{path}: {error}; expected a file of the tokenizers library; download it again, or update that library."
         ) from None
@@ -607,7 +605,11 @@ def _values_as_expected(folder: Path) -> Iterator[None]:
         yield
     except PowerInferError:
         raise
-    except (AttributeError, IndexError, KeyError, RecursionError, TypeError, ValueError) as error:
+    except BaseException as error:
+        # The tokenizers library raises bare Exceptions, and its panics aren't even those.
+        kinds = (AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError)
+        if not isinstance(error, kinds) and type(error).__name__ not in ("Exception", "PanicException"):
+            raise
         raise FormatError(
             f"{folder}: a file of the tokenizer holds something unexpected ({type(error).__name__}: {str(error)[:120]}); "
             "expected what transformers or SentencePiece wrote; download the tokenizer's files again."

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import subprocess
 import sys
@@ -62,7 +63,12 @@ def run_target(name: str, command: list[str], corpus: Path, seconds: int, seed: 
         flags = [*limits, f"-dict={FOLDER / 'names.dict'}", f"-artifact_prefix={out / name}-", work, str(corpus)]
         try:
             done = subprocess.run(
-                [*command, *flags], stdout=file, stderr=subprocess.STDOUT, timeout=seconds + SPARE_S, check=False
+                [*command, *flags],
+                env={**os.environ, "PYTHONHASHSEED": "0"},
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                timeout=seconds + SPARE_S,
+                check=False,
             )
             code = done.returncode
         except subprocess.TimeoutExpired:
