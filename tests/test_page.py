@@ -193,7 +193,7 @@ def test_enter_sends_and_shift_enter_begins_a_line(open_page: Callable[..., Open
 
 
 def test_answer_is_stopped(open_page: Callable[..., Opened], server: FakeServer) -> None:
-    server.delay_s = 0.1
+    server.delay_s = 0.5  # the whole answer takes longer than any wait for its first word
     window = open_page()
     page = window.page
     ways = (lambda: page.keyboard.press("Escape"), lambda: page.click("#stop"), lambda: page.click("#new"))
