@@ -1282,5 +1282,7 @@ Args:
         .def("__exit__", [](const upstream_tiles &, nb::args) { powerinfer::upstream_tiles_remember(); },
              nb::sig("def __exit__(self, *exc: object) -> None"));
     m.def("physical_cores", &powerinfer::physical_cores_allowed, "Physical cores that this process may run on, at least 1.");
+    m.def("end_openmp_team", &powerinfer::openmp_team_end,
+          "End the calling thread's OpenMP team, so that it doesn't count beside that of the thread which computes next.");
     m.def("version", &ggml_backend_powerinfer_version, "Version of the compiled core.");
 }

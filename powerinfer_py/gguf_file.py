@@ -235,8 +235,18 @@ class GgufFile:
 
         Returns:
             (rows, ne0) float32; one row of a vector.
+
+        Raises:
+            FormatError: the gguf package has no conversion of the type.
         """
-        return dequantize(np.ascontiguousarray(np.atleast_2d(self.array(name))[rows]), self.tensors[name].type)
+        tensor = self.tensors[name]
+        try:
+            return dequantize(np.ascontiguousarray(np.atleast_2d(self.array(name))[rows]), tensor.type)
+        except NotImplementedError:
+            raise self._error(
+                f"tensor {_shown(name)} has type {tensor.type_name}, which can't be read as floats here; expected another; "
+                "convert the model to one."
+            ) from None
 
     def _error(self, text: str) -> FormatError:
         return FormatError(f"{self.where}: {text}")

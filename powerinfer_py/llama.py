@@ -409,6 +409,8 @@ class Llama(stock_llama):
         finally:
             _to_load.reset(token)
             notes.release()
+        # Another thread may be the one that decodes.
+        _core.end_openmp_team()
         if n_parallel > 1:
             self._n_ctx = llama_cpp.llama_n_ctx_seq(self.ctx)
 

@@ -1,6 +1,7 @@
 // Loads the base model of a plan through libllama, with the plan's buffer type for its FFN tensors.
 #include "model-load.h"
 
+#include <omp.h>
 #include <sched.h>
 #include <sys/mman.h>
 
@@ -151,6 +152,12 @@ int physical_cores_allowed() {
         cores.insert(siblings);
     }
     return cores.empty() ? 1 : static_cast<int>(cores.size());
+}
+
+void openmp_team_end() {
+#if defined(__clang__) || __GNUC__ >= 9  // OpenMP 5.0
+    omp_pause_resource_all(omp_pause_soft);
+#endif
 }
 
 }  // namespace powerinfer

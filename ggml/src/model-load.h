@@ -24,4 +24,8 @@ status model_load(ggml_backend_powerinfer_plan_t plan, llama_model_params params
 // Physical cores that this process may run on (affinity mask and SMT siblings considered), at least 1.
 int physical_cores_allowed();
 
+// Ends the calling thread's OpenMP team; its next parallel work makes another. Where a model is loaded in one thread and used in
+// another, libgomp counts both teams: with more threads than cores they sleep at each barrier instead of spinning.
+void openmp_team_end();
+
 }  // namespace powerinfer

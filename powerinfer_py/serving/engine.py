@@ -261,30 +261,7 @@ def load_model(path: str | os.PathLike[str], n_parallel: int, n_ctx: int, **opti
     if base.files[0].get(f"{base.architecture}.pooling_type") is not None:
         # Per token, so that prompts can be computed in parts; the engine pools.
         options["pooling_type"] = llama_cpp.LLAMA_POOLING_TYPE_NONE
-    return _call_apart(lambda: Llama(path, n_parallel=n_parallel, n_ctx=n_parallel * n_ctx, **options))
-
-
-def _call_apart(function: Callable[[], Llama]) -> Llama:
-    """Call a function in a thread that ends with it, and its OpenMP team with the thread.
-
-    The team of a thread that goes on would count beside the engine's: with more threads than cores libgomp lets them sleep
-    at each barrier instead of spinning, and decoding took six times as long.
-    """
-    done: queue.SimpleQueue[Llama | BaseException] = queue.SimpleQueue()
-
-    def call() -> None:
-        try:
-            done.put(function())
-        except BaseException as error:
-            done.put(error)
-
-    thread = threading.Thread(target=call, name="powerinfer-load", daemon=True)
-    thread.start()
-    result = done.get()
-    thread.join()
-    if isinstance(result, BaseException):
-        raise result
-    return result
+    return Llama(path, n_parallel=n_parallel, n_ctx=n_parallel * n_ctx, **options)
 
 
 class Engine:
