@@ -48,6 +48,18 @@ inline std::vector<float> random_values(size_t n, float scale, bool integers = f
     return values;
 }
 
+// (n_rows, n) F32 rows; padding behind them may stand in values.
+inline row_matrix f32_matrix(const std::vector<float> & values, int64_t n, int64_t n_rows, const kernel_table * kernels) {
+    row_matrix m;
+    m.rows = reinterpret_cast<const uint8_t *>(values.data());
+    m.stride_bytes = m.row_bytes = n * sizeof(float);
+    m.n = n;
+    m.n_rows = n_rows;
+    m.row_type = GGML_TYPE_F32;
+    m.kernels = kernel_table_find(kernels, GGML_TYPE_F32);
+    return m;
+}
+
 // Rows in a ggml type, and the values that they stand for.
 inline std::vector<uint8_t> to_type(int type, std::vector<float> & values, int64_t n) {
     const int64_t n_rows = values.size() / n;

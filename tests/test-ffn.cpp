@@ -174,20 +174,10 @@ void test_predicted(const kernel_table * kernels, bool gated, bool mlp, int type
         std::copy_n(&first[layer.neuron_order[i] * s.n_embd], s.n_embd, &fc2[i * s.n_embd]);
     }
     ffn_layer with = b.store->layer();
-    auto matrix = [&](const std::vector<float> & values, int64_t n, int64_t n_rows) {
-        row_matrix m;
-        m.rows = reinterpret_cast<const uint8_t *>(values.data());
-        m.stride_bytes = m.row_bytes = n * sizeof(float);
-        m.n = n;
-        m.n_rows = n_rows;
-        m.row_type = GGML_TYPE_F32;
-        m.kernels = kernel_table_find(kernels, GGML_TYPE_F32);
-        return m;
-    };
     fc1.resize(fc1.size() + row_tail_bytes);
     fc2.resize(fc2.size() + row_tail_bytes);
-    with.fc1 = matrix(fc1, s.n_embd, s.n_embd);
-    with.fc2 = matrix(fc2, s.n_embd, s.n_ff);
+    with.fc1 = f32_matrix(fc1, s.n_embd, s.n_embd, kernels);
+    with.fc2 = f32_matrix(fc2, s.n_embd, s.n_ff, kernels);
     with.predictor_relu = mlp;
 
     ffn_options options;

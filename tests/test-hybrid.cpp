@@ -125,18 +125,8 @@ void test_predicted_stream(const kernel_table * kernels, bool mlp, bool own_r, i
     std::vector<float> fc1 = random_values(rank * s.n_embd + row_tail_bytes, 0.2f);
     std::vector<float> fc2 = random_values(s.n_ff * rank + row_tail_bytes, 0.2f);
     ffn_layer with = block.b.store->layer();
-    const auto matrix = [&](const std::vector<float> & values, int64_t n, int64_t n_rows) {
-        row_matrix m;
-        m.rows = reinterpret_cast<const uint8_t *>(values.data());
-        m.stride_bytes = m.row_bytes = n * sizeof(float);
-        m.n = n;
-        m.n_rows = n_rows;
-        m.row_type = GGML_TYPE_F32;
-        m.kernels = kernel_table_find(kernels, GGML_TYPE_F32);
-        return m;
-    };
-    with.fc1 = matrix(fc1, s.n_embd, rank);
-    with.fc2 = matrix(fc2, rank, s.n_ff);
+    with.fc1 = f32_matrix(fc1, s.n_embd, rank, kernels);
+    with.fc2 = f32_matrix(fc2, rank, s.n_ff, kernels);
     with.predictor_relu = mlp;
     with.predictor_threshold = 0.05f;
     for (const int64_t n_tokens : {33, 100}) {

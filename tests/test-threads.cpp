@@ -26,20 +26,9 @@ struct predictor {
         : fc1(random_values(s.n_embd * s.n_embd + row_tail_bytes, 0.2f)), fc2(random_values(s.n_ff * s.n_embd + row_tail_bytes, 0.2f)) {}
 
     void add_to(ffn_layer & layer, const shape & s, const kernel_table * kernels) const {
-        layer.fc1 = matrix(fc1, s.n_embd, s.n_embd, kernels);
-        layer.fc2 = matrix(fc2, s.n_embd, s.n_ff, kernels);
+        layer.fc1 = f32_matrix(fc1, s.n_embd, s.n_embd, kernels);
+        layer.fc2 = f32_matrix(fc2, s.n_embd, s.n_ff, kernels);
         layer.predictor_relu = true;
-    }
-
-    static row_matrix matrix(const std::vector<float> & values, int64_t n, int64_t n_rows, const kernel_table * kernels) {
-        row_matrix m;
-        m.rows = reinterpret_cast<const uint8_t *>(values.data());
-        m.stride_bytes = m.row_bytes = n * sizeof(float);
-        m.n = n;
-        m.n_rows = n_rows;
-        m.row_type = GGML_TYPE_F32;
-        m.kernels = kernel_table_find(kernels, GGML_TYPE_F32);
-        return m;
     }
 };
 

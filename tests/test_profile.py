@@ -38,13 +38,17 @@ def model(tmp_path: Path) -> Path:
     return tiny_models.write_tiny_model(tmp_path / "m.gguf", n_layer=3)
 
 
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    words = (WORDS * 20).split()
+def write_text(path: Path, n: int) -> Path:
+    """The words n times, shuffled."""
+    words = (WORDS * n).split()
     np.random.default_rng(0).shuffle(words)
-    path = tmp_path / "text.txt"
     path.write_text(" ".join(words), encoding="utf-8")
     return path
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    return write_text(tmp_path / "text.txt", 20)
 
 
 @pytest.fixture

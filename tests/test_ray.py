@@ -21,7 +21,7 @@ import openai
 import pytest
 import tiny_models
 import yaml
-from test_profile import WORDS, Stopper
+from test_profile import Stopper, write_text
 from test_train import DEAR_GATE
 
 from powerinfer_py import cli
@@ -63,11 +63,7 @@ def cluster() -> Iterator[str]:
 
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
-    words = (WORDS * 40).split()
-    np.random.default_rng(0).shuffle(words)
-    path = tmp_path / "text.txt"
-    path.write_text(" ".join(words), encoding="utf-8")
-    return path
+    return write_text(tmp_path / "text.txt", 40)
 
 
 @pytest.fixture
