@@ -51,8 +51,25 @@ KINDS = {
     "gemma": GraphKind("gelu", neox=True, scaled_embeddings=True),
 }
 # Tensors that a graph of KINDS uses; another one would be left out silently.
-_TOP = {"token_embd.weight", "position_embd.weight", "output.weight", "output_norm.weight", "output_norm.bias", "rope_freqs.weight"}
-_LAYER = {"attn_norm", "attn_norm_2", "attn_q", "attn_k", "attn_v", "attn_qkv", "attn_output", "attn_q_norm", "attn_k_norm"}
+_TOP = {
+    "token_embd.weight",
+    "position_embd.weight",
+    "output.weight",
+    "output_norm.weight",
+    "output_norm.bias",
+    "rope_freqs.weight",
+}
+_LAYER = {
+    "attn_norm",
+    "attn_norm_2",
+    "attn_q",
+    "attn_k",
+    "attn_v",
+    "attn_qkv",
+    "attn_output",
+    "attn_q_norm",
+    "attn_k_norm",
+}
 _LAYER |= {"ffn_norm", "ffn_gate", "ffn_up", "ffn_down"}
 
 
@@ -68,7 +85,13 @@ class Graph:
     """
 
     def __init__(
-        self, base: BaseModel, *, device: str = "cpu", dtype: torch.dtype = torch.float32, keep: bool = True, n_threads: int = 1
+        self,
+        base: BaseModel,
+        *,
+        device: str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        keep: bool = True,
+        n_threads: int = 1,
     ) -> None:
         """Reads the architecture's keys; weights are read when they are used.
 
@@ -100,7 +123,9 @@ class Graph:
         self.n_head = self._per_layer("attention.head_count")
         self.n_kv = self._per_layer("attention.head_count_kv", self.n_head)
         self.head_dim = int(self._number("attention.key_length", self.n_embd // self.n_head[0]))
-        self.eps = float(self._number("attention.layer_norm_epsilon" if kind.layer_norm else "attention.layer_norm_rms_epsilon"))
+        self.eps = float(
+            self._number("attention.layer_norm_epsilon" if kind.layer_norm else "attention.layer_norm_rms_epsilon")
+        )
         self.embedding_scale = float(self._number("embedding_scale", 1.0)) if base.architecture == "minicpm" else 1.0
         if kind.scaled_embeddings:
             self.embedding_scale = math.sqrt(self.n_embd)
@@ -201,7 +226,9 @@ class Graph:
             def dimension(n_rotations: float) -> float:
                 return n_dims * math.log(n_orig / (n_rotations * 2 * math.pi)) / (2 * math.log(base))
 
-            fast, slow = (float(self._number(f"rope.scaling.yarn_beta_{x}", d)) for x, d in (("fast", 32.0), ("slow", 1.0)))
+            fast, slow = (
+                float(self._number(f"rope.scaling.yarn_beta_{x}", d)) for x, d in (("fast", 32.0), ("slow", 1.0))
+            )
             low, high = max(0.0, math.floor(dimension(fast))), min(n_dims - 1.0, math.ceil(dimension(slow)))
             ramp = 1.0 - ((i / 2 - low) / max(0.001, high - low)).clamp(0.0, 1.0)
             frequency = frequency / factor * (1.0 - ramp) + frequency * ramp
@@ -232,7 +259,9 @@ class Graph:
         else:
             tensor = self.base.tensor("token_embd.weight")
             raw = self.base.raw(tensor.name).reshape(self.n_vocab, -1)[tokens.cpu().numpy().reshape(-1)]
-            rows = torch.from_numpy(dequantize_rows(np.ascontiguousarray(raw), tensor.type.name, n_threads=self.n_threads))
+            rows = torch.from_numpy(
+                dequantize_rows(np.ascontiguousarray(raw), tensor.type.name, n_threads=self.n_threads)
+            )
             h = rows.reshape(*tokens.shape, -1).to(self.device)
         h = h * self.embedding_scale
         if self.kind.positions:
@@ -251,7 +280,9 @@ class Graph:
         """
         name = f"blk.{i_layer}."
         normed = self._norm(h, name + "attn_norm")
-        x = (self._norm(h, name + "attn_norm_2") if name + "attn_norm_2.weight" in self.base.tensors else normed).to(self.dtype)
+        x = (self._norm(h, name + "attn_norm_2") if name + "attn_norm_2.weight" in self.base.tensors else normed).to(
+            self.dtype
+        )
         n_head, n_kv, n_seq, n_tok = self.n_head[i_layer], self.n_kv[i_layer], *h.shape[:2]
         sizes = [n * self.head_dim for n in (n_head, n_kv, n_kv)]
         if name + "attn_qkv.weight" in self.base.tensors:
