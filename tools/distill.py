@@ -1,0 +1,241 @@
+"""Distillation of a model's feed-forward blocks into sparse ones: layer by layer, then the whole model at once.
+
+Local: each block learns the teacher's output, first from the teacher's input, then more and more from the sparse model's own
+hidden states, where its target is what brings the layer's output back to the teacher's. End to end: the logits' KL divergence and the
+hidden states; attention stays as it is, and only FFNs learn.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional as F
+
+from .sparse_ffn import SparseFfn, steered_weight
+from .torch_graph import Graph
+
+# Rows of logits at a time: the vocabulary is wide.
+_HEAD_ROWS = 512
+# Of a layer's loss: part of the mean power that is added to each token's, so that quiet tokens don't rule.
+_POWER_FLOOR = 1.0
+# Scale of a layer's pressure against the logits' divergence.
+_END_TO_END_SCALE = 0.1
+_HIDDEN_WEIGHT = 1.0
+
+
+@dataclass
+class StepResult:
+    """What one step found, per layer in the order of the layers.
+
+    Attributes:
+        loss: of the step without pressure.
+        errors: relative square errors: of the FFN's output, or of the hidden state (end to end).
+        densities: share of active neurons.
+    """
+
+    loss: float
+    errors: list[float]
+    densities: list[float]
+
+
+def relative_error(found: torch.Tensor, wished: torch.Tensor, power_of: torch.Tensor) -> torch.Tensor:
+    """Square error per token against the token's power, mean of tokens: outliers with huge outputs count as one token each.
+
+    Args:
+        found, wished: (n_seq, n_tok, n).
+        power_of: what the error is relative to, of the same shape.
+    """
+    error = (found.float() - wished).square().sum(-1)
+    power = power_of.float().square().sum(-1)
+    typical = power.clamp_min(1e-12).log().mean().exp()
+    return (error / (power + _POWER_FLOOR * typical)).mean()
+
+
+class HeadDivergence(torch.autograd.Function):
+    """KL(teacher || student) of the next token, mean of tokens, a few rows of logits at a time."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, student: torch.Tensor, teacher: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
+        """student, teacher: (n_rows, n_embd), what the head reads; head: (n_vocab, n_embd). Returns a float32 scalar."""
+        total = torch.zeros((), dtype=torch.float32, device=student.device)
+        gradient = torch.empty_like(student)
+        for first in range(0, len(student), _HEAD_ROWS):
+            rows = slice(first, first + _HEAD_ROWS)
+            wished = F.log_softmax((teacher[rows] @ head.T).float(), dim=-1)
+            found = F.log_softmax((student[rows] @ head.T).float(), dim=-1)
+            p = wished.exp()
+            total += ((wished.sub_(found)).mul_(p)).sum()
+            gradient[rows] = (found.exp_().sub_(p).div_(len(student))).to(student.dtype) @ head
+        ctx.save_for_backward(gradient)
+        return total / len(student)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        """Of student only."""
+        (gradient,) = ctx.saved_tensors
+        return gradient * grad.to(gradient.dtype), None, None
+
+
+class Distiller:
+    """Steps over a group of layers.
+
+    Attributes:
+        graph: the teacher, and the attention of both.
+        students: layer -> its sparse FFN; consecutive layers.
+        weights: layer -> weight of its pressure.
+        optimizer: of the students.
+    """
+
+    def __init__(self, graph: Graph, students: dict[int, SparseFfn]) -> None:
+        self.graph = graph
+        self.students = students
+        self.weights = dict.fromkeys(students, 0.0)
+        parameters = [weight for student in students.values() for weight in student.weights.values()]
+        self.optimizer = torch.optim.Adam(parameters, lr=0.0, betas=(0.9, 0.98), fused=True)
+
+    def _begin(self) -> None:
+        for student in self.students.values():
+            student.begin(train=True)
+
+    def _end(self, lr: float, max_norm: float | None) -> None:
+        for student in self.students.values():
+            student.end()
+        parameters = self.optimizer.param_groups[0]["params"]
+        if max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+        self.optimizer.param_groups[0]["lr"] = lr
+        self.optimizer.step()
+        for parameter in parameters:
+            parameter.grad = None
+
+    def _steer(self, densities: Iterable[float], wished: float, scale: float) -> None:
+        for i, density in zip(self.students, densities):
+            self.weights[i] = steered_weight(self.weights[i], density, wished, scale)
+
+    def local_step(self, teacher: torch.Tensor, student: torch.Tensor | None, blend: float, wished: float, lr: float) -> StepResult:
+        """One step in which every block learns by itself.
+
+        Args:
+            teacher: (n_seq, n_tok, n_embd) float32, the teacher's hidden states before the first layer.
+            student: the sparse model's; None: the same.
+            blend: 0: blocks read the teacher's hidden states; 1: the sparse model's.
+            wished: density to steer to.
+            lr: learning rate.
+        """
+        graph, errors, densities = self.graph, [], []
+        self._begin()
+        student = teacher if student is None else student
+        for i, ffn in self.students.items():
+            with torch.no_grad():
+                after, x = graph.attend(i, teacher)
+                y = graph.ffn(i, x)
+                before, teacher = teacher, graph.add_ffn(after, y)
+                target = y.float()
+                if blend > 0.0:
+                    after, x = graph.attend(i, before + blend * (student - before))
+                    target = (teacher - after) / graph.residual_scale
+            out = ffn(x)
+            error = relative_error(out.y, target, y)
+            (error + self.weights[i] * out.pressure).backward()
+            with torch.no_grad():
+                student = graph.add_ffn(after, out.y)
+            errors.append(float(error.detach()))
+            densities.append(float(out.density))
+        self._end(lr, None)
+        self._steer(densities, wished, 1.0)
+        return StepResult(sum(errors) / len(errors), errors, densities)
+
+    def end_to_end_step(self, tokens: torch.Tensor, wished: float, lr: float) -> StepResult:
+        """One step in which the whole model learns the teacher's logits and hidden states.
+
+        Args:
+            tokens: (n_seq, n_tok) int64.
+            wished: density to steer to.
+            lr: learning rate.
+        """
+        graph = self.graph
+        self._begin()
+        teacher_states = []
+        with torch.no_grad():
+            h = embedded = graph.embed(tokens)
+            for i in range(graph.n_layer):
+                after, x = graph.attend(i, h)
+                h = graph.add_ffn(after, graph.ffn(i, x))
+                teacher_states.append(h)
+            teacher_last = graph.last_norm(h).flatten(0, -2)
+        h, pressure = embedded, 0.0
+        errors, densities = [], []
+        for i in range(graph.n_layer):
+            after, x = graph.attend(i, h)
+            out = self.students[i](x)
+            h = graph.add_ffn(after, out.y)
+            errors.append(relative_error(h, teacher_states[i], teacher_states[i]))
+            pressure = pressure + self.weights[i] * out.pressure
+            densities.append(out.density)
+        divergence = HeadDivergence.apply(graph.last_norm(h).flatten(0, -2), teacher_last, graph.head())
+        hidden = torch.stack(errors).mean()
+        (divergence + _HIDDEN_WEIGHT * hidden + pressure).backward()
+        self._end(lr, 1.0)
+        found = torch.stack(densities).tolist()
+        self._steer(found, wished, _END_TO_END_SCALE)
+        return StepResult(float(divergence.detach()), torch.stack(errors).detach().tolist(), found)
+
+
+def forward_layers(graph: Graph, students: Mapping[int, SparseFfn], layers: Iterable[int], h: torch.Tensor) -> torch.Tensor:
+    """Layers with their sparse FFN where there is one (after begin()), else with the model's own. No gradients.
+
+    Args:
+        graph: the model.
+        students: layer -> sparse FFN.
+        layers: to run, ascending.
+        h: (n_seq, n_tok, n_embd) float32.
+    """
+    with torch.no_grad():
+        for i in layers:
+            after, x = graph.attend(i, h)
+            h = graph.add_ffn(after, students[i](x).y if i in students else graph.ffn(i, x))
+    return h
+
+
+def negative_log_likelihood(graph: Graph, h: torch.Tensor, tokens: torch.Tensor) -> float:
+    """Mean over all tokens but the first of each window, nats.
+
+    Args:
+        graph: the model.
+        h: (n_seq, n_tok, n_embd) float32 after the last layer.
+        tokens: (n_seq, n_tok) int64.
+    """
+    with torch.no_grad():
+        rows = graph.last_norm(h)[:, :-1].flatten(0, 1)
+        wished = tokens[:, 1:].flatten()
+        total = 0.0
+        for first in range(0, len(rows), _HEAD_ROWS):
+            logits = (rows[first : first + _HEAD_ROWS] @ graph.head().T).float()
+            total += float(F.cross_entropy(logits, wished[first : first + _HEAD_ROWS], reduction="sum"))
+    return total / len(rows)
+
+
+def perplexity(graph: Graph, students: Mapping[int, SparseFfn], windows: torch.Tensor, batch: int, step: Callable[[], None]) -> float:
+    """Perplexity of a model with the sparse FFNs that there are.
+
+    Args:
+        graph: the model.
+        students: layer -> sparse FFN; empty: the teacher's own.
+        windows: (n, n_tok) int64.
+        batch: windows at a time.
+        step: called after each batch.
+    """
+    for student in students.values():
+        student.begin(train=False)
+    losses = []
+    for first in range(0, len(windows), batch):
+        tokens = windows[first : first + batch].to(graph.device)
+        h = forward_layers(graph, students, range(graph.n_layer), graph.embed(tokens))
+        losses.append(negative_log_likelihood(graph, h, tokens) * len(tokens))
+        step()
+    for student in students.values():
+        student.end()
+    return math.exp(sum(losses) / len(windows))

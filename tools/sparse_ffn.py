@@ -1,0 +1,154 @@
+"""Feed-forward blocks that are being trained to be sparse, in torch: weights, their rounding, and what keeps them sparse.
+
+Weights are float32; a pass sees copies rounded to a row type and to the type of matrix products, whose gradients are the weights'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from gguf import GGMLQuantizationType
+from torch.nn import functional as F
+
+from powerinfer_py.format import BASE_TENSORS, BaseModel
+
+from .row_types import dequantize_rows, quantize_rows
+from .torch_graph import activate
+
+# Per step: how fast the weight of a layer's pressure follows its distance from the wished density.
+_CONTROL_RATE = 0.01
+# Size that the control takes a smaller weight for, so that it passes 0.
+_LEAST_WEIGHT = 0.02
+# Below 0 where a layer is sparser than wished: left alone, layers fell to a few percent at once, many neurons for good.
+_WEIGHT_LIMITS = (-0.3, 3.0)
+
+
+def steered_weight(weight: float, density: float, wished: float, scale: float = 1.0, rate: float = _CONTROL_RATE) -> float:
+    """The next weight of a layer's pressure.
+
+    Args:
+        weight: the present one.
+        density: found, 0 to 1.
+        wished: the density to steer to.
+        scale: of the loss that the pressure is added to.
+        rate: of the control.
+
+    Returns:
+        Larger where the layer is too dense, smaller where it is too sparse.
+    """
+    low, high = (scale * limit for limit in _WEIGHT_LIMITS)
+    distance = min(1.0, density / wished - 1.0)
+    return min(high, max(low, weight + rate * distance * max(scale * _LEAST_WEIGHT, abs(weight))))
+
+
+@dataclass
+class FfnOutput:
+    """What one pass through a block gives.
+
+    Attributes:
+        y: (..., n_embd).
+        pressure: (mean a)^2 / mean a^2 of the activations a: L1 against L2, a smooth measure of density.
+        density: share of a > 0, without gradient.
+    """
+
+    y: torch.Tensor
+    pressure: torch.Tensor
+    density: torch.Tensor
+
+
+class SparseFfn:
+    """One layer's FFN.
+
+    Attributes:
+        activation: as the plan names it.
+        weights: `gate` (absent: ungated), `up` and `down`, each (n_ff, n_embd) float32, neuron-major; and their biases, `gate_bias`, ...
+        row_types: matrix -> type that its rows are rounded to in a pass; absent: not.
+    """
+
+    def __init__(
+        self,
+        activation: str,
+        weights: dict[str, torch.Tensor],
+        row_types: Mapping[str, GGMLQuantizationType],
+        *,
+        dtype: torch.dtype,
+        n_threads: int,
+    ) -> None:
+        self.activation = activation
+        self.weights = weights
+        self.row_types = row_types
+        self.dtype = dtype
+        self.n_threads = n_threads
+        self._seen: dict[str, torch.Tensor] = {}
+
+    def rounded(self, name: str) -> torch.Tensor:
+        """A weight as a file of its row type holds it: float32."""
+        weight = self.weights[name].detach()
+        row_type = self.row_types.get(name)
+        if row_type is None:
+            return weight
+        rows = quantize_rows(weight.cpu().numpy(), row_type.name, n_threads=self.n_threads)
+        return torch.from_numpy(dequantize_rows(rows, row_type.name, n_threads=self.n_threads)).to(weight.device)
+
+    def begin(self, *, train: bool) -> None:
+        """Makes the copies that passes see, until the next call.
+
+        Args:
+            train: gradients are wanted.
+        """
+        self._seen = {name: self.rounded(name).to(self.dtype).requires_grad_(train) for name in self.weights}
+
+    def end(self) -> None:
+        """Gives the copies' gradients to the weights (straight through the rounding), and drops the copies."""
+        for name, copy in self._seen.items():
+            self.weights[name].grad = None if copy.grad is None else copy.grad.float()
+        self._seen = {}
+
+    def __call__(self, x: torch.Tensor) -> FfnOutput:
+        """x: (..., n_embd) as dtype; between begin() and end()."""
+        seen = self._seen
+        up = F.linear(x, seen["up"], seen.get("up_bias"))
+        gate = F.linear(x, seen["gate"], seen.get("gate_bias")) if "gate" in seen else None
+        a, product = activate(self.activation, gate, up)
+        y = product @ seen["down"]
+        if "down_bias" in seen:
+            y = y + seen["down_bias"]
+        pressure = a.mean(dtype=torch.float32).square() / ((a * a).mean(dtype=torch.float32) + 1e-12)
+        return FfnOutput(y, pressure, (a.detach() > 0).mean(dtype=torch.float32))
+
+
+def read_ffn(
+    base: BaseModel,
+    i_layer: int,
+    activation: str,
+    row_types: Mapping[str, GGMLQuantizationType],
+    *,
+    device: str,
+    dtype: torch.dtype,
+    n_threads: int,
+) -> SparseFfn:
+    """A model's own FFN as the start of a sparse one.
+
+    Args:
+        base: the model.
+        i_layer: a layer whose FFN has separate matrices.
+        activation: of the sparse one.
+        row_types: `gate`, `up`, `down` -> the type that rows are rounded to.
+        device: `cpu` or `cuda`.
+        dtype: of matrix products.
+        n_threads: that decode and round rows.
+
+    Returns:
+        The block.
+    """
+    weights = {}
+    for name, tensor in base.ffn(i_layer).items():
+        raw = base.raw(tensor.name).reshape(tensor.rows_shape[0], -1)
+        rows = torch.from_numpy(dequantize_rows(raw, tensor.type.name, n_threads=n_threads))
+        weights[name] = (rows.T if name == "down" else rows).contiguous().to(device)
+        bias = BASE_TENSORS[f"base_{name}"].replace("weight", "bias") % i_layer
+        if bias in base.tensors:
+            weights[f"{name}_bias"] = torch.from_numpy(base.rows_f32(bias).reshape(-1).copy()).to(device)
+    return SparseFfn(activation, weights, row_types, dtype=dtype, n_threads=n_threads)
