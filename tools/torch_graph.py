@@ -16,10 +16,8 @@ from torch.nn import functional as F
 from powerinfer_py.errors import FormatError
 from powerinfer_py.format import ARCHITECTURE_ACTIVATIONS, BaseModel
 
+from .architectures import YARN_BETAS
 from .row_types import dequantize_rows
-
-# YaRN's, the only ones that llama.cpp has for these architectures: it doesn't read the keys.
-_BETA_FAST, _BETA_SLOW = 32.0, 1.0
 
 
 @dataclass(frozen=True)
@@ -258,7 +256,7 @@ class Graph:
             n_orig = self._number("rope.scaling.original_context_length", self._number("context_length"))
             # pairs that turn n times in the context before
             fast, slow = (
-                n_dims * math.log(n_orig / (n * 2 * math.pi)) / (2 * math.log(base)) for n in (_BETA_FAST, _BETA_SLOW)
+                n_dims * math.log(n_orig / (n * 2 * math.pi)) / (2 * math.log(base)) for n in YARN_BETAS.values()
             )
             low, high = max(0, math.floor(fast)), min(n_dims - 1, math.ceil(slow))
             kept = 1.0 - ((i - low) / max(0.001, high - low)).clamp(0.0, 1.0)
