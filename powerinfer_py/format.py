@@ -97,7 +97,7 @@ PREDICTOR_INPUTS = ("ffn_input", "residual")
 
 # Activation of upstream's graph per architecture, where every plain FFN of the architecture has the same one.
 # Source: llama.cpp, src/models (libllama 0.5.0).
-_ARCHITECTURE_ACTIVATIONS = {
+ARCHITECTURE_ACTIVATIONS = {
     **dict.fromkeys(
         "afmoe apertus arctic baichuan bailingmoe chameleon chatglm cogvlm cohere2 command-r deci deepseek "
         "deepseek2 dots1 "
@@ -706,7 +706,7 @@ def bare_plan(base: str | os.PathLike[str], activation: str | None = None) -> Pl
     """
     model = BaseModel(base)
     if activation is None:
-        activation = _ARCHITECTURE_ACTIVATIONS.get(model.architecture)
+        activation = ARCHITECTURE_ACTIVATIONS.get(model.architecture)
         if activation is None:
             raise FormatError(
                 f"{model.where}: the activation of architecture '{model.architecture}' isn't known; expected one of "

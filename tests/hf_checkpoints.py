@@ -94,7 +94,7 @@ def change_config(folder: Path, **values: Any) -> None:
 def _randomize(model: Any, seed: int) -> Any:
     """Weights whose logits are of the order of 1, and norms and biases that matter."""
     generator = torch.Generator().manual_seed(seed)
-    one_more = model.config.model_type == "nemotron"
+    one_more = model.config.model_type in ("nemotron", "gemma")
     with torch.no_grad():
         for name, value in model.named_parameters():
             noise = torch.randn(value.shape, generator=generator)
@@ -227,6 +227,10 @@ def arcee(**config: Any) -> Oracle:
     return _gated("Arcee", "relu_sqr", "relu2", **config)
 
 
+def gemma(**config: Any) -> Oracle:
+    return _gated("Gemma", "gelu", "gelu_pytorch_tanh", **{"head_dim": 32, **config})
+
+
 FAMILIES: dict[str, Callable[..., Oracle]] = {
     "llama-silu": functools.partial(_gated, "Llama", "silu", "silu"),
     "llama-relu": functools.partial(_gated, "Llama", "relu", "relu"),
@@ -252,4 +256,5 @@ FAMILIES: dict[str, Callable[..., Oracle]] = {
     "nemotron": nemotron,
     "nemotron-biases": functools.partial(nemotron, attention_bias=True, mlp_bias=True),
     "arcee": arcee,
+    "gemma": gemma,
 }

@@ -39,7 +39,9 @@ EXACT_OPTIONS = {
     "n_threads": 2, "n_threads_batch": 2, "verbose": False,
 }  # fmt: skip
 # Activation of upstream's graph, where stock llama.cpp computes what the model means.
-STOCK_RIGHT = {"llama-silu", "mistral-silu", "qwen2", "qwen3", "falcon-gelu", "nemotron", "nemotron-biases", "arcee"}
+STOCK_RIGHT = {
+    "llama-silu", "mistral-silu", "qwen2", "qwen3", "falcon-gelu", "nemotron", "nemotron-biases", "arcee", "gemma",
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -164,13 +166,23 @@ def test_embeddings_are_the_head_where_nobody_says_so_and_there_is_no_other(tmp_
     assert np.abs(logits(out) - oracle.logits(TOKENS)).max() < TOLERANCE
 
 
+def test_a_head_stored_beside_gemmas_embeddings_is_those(tmp_path: Path) -> None:
+    oracle = hf.gemma()
+    oracle.config["tie_word_embeddings"] = ...
+    folder = oracle.save(tmp_path / "hf")
+    as_single(folder, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}))
+    out = convert(folder)
+    assert np.abs(logits(out) - oracle.logits(TOKENS)).max() < GELU_TOLERANCE
+    assert "output.weight" not in pi_format.read_plan(out).open_base().tensors
+
+
 @pytest.mark.parametrize(
     "family, rope",
     [
         ("llama-relu", {"rope_type": "linear", "factor": 4.0}),
         ("qwen2", {"rope_type": "linear", "factor": 2.0}),
         ("llama-relu", {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}),
-        ("qwen3", {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 16.0}),
+        ("qwen3", {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 32.0}),
         (
             "llama-relu",
             {
@@ -554,6 +566,9 @@ def test_wrong_checkpoint_is_one_clear_error_and_leaves_nothing(
         (hf.arcee, {"hidden_act": ["relu2"]}, ["hidden_act is", "expected one of"]),
         (hf.falcon, {"activation": ["relu"], "hidden_act": ["gelu"]}, ["expected activation's value"]),
         (hf.minicpm, {"scale_emb": 10**400}, ["scale_emb is", "expected a number above 0"]),
+        (hf.gemma, {"tie_word_embeddings": False}, ["tie_word_embeddings is 'False'; expected true"]),
+        (hf.gemma, {"hidden_activation": "relu"}, ["hidden_act is", "expected hidden_activation's value, 'relu'"]),
+        (hf.arcee, {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "beta_fast": 16}}, ["without beta_fast"]),
         (hf.arcee, {"rope_parameters": {"rope_type": ["yarn"]}}, ["rope_parameters is", "a text as its rope_type"]),
     ],
 )

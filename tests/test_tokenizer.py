@@ -331,6 +331,42 @@ def test_user_defined_pieces_are_matched_in_raw_text(tmp_path: Path) -> None:
     assert_same(lines, llama_ids(out, lines, add_special=False), processor.encode(lines))
 
 
+def test_gemmas_model_numbers_its_special_tokens_otherwise(tmp_path: Path) -> None:
+    names = ("pad", "eos", "bos", "unk")
+    ids = {f"{name}_id": i for i, name in enumerate(names)} | {f"{name}_piece": f"<{name}>" for name in names}
+    runs = ["<mask>", "\n\n", "\n\n\n", SPACE * 2, SPACE * 3, "<h1>"]
+    model = train_sentencepiece(**ids, user_defined_symbols=runs, add_dummy_prefix=False)
+    (tmp_path / "tokenizer.model").write_bytes(model)
+    write_json(tmp_path / "tokenizer_config.json", {"tokenizer_class": "GemmaTokenizer"})
+    out = tmp_path / "x.gguf"
+    assert convert(tmp_path, out, model_type="gemma") == []
+    check_tokenizer(out, tmp_path)
+    found = {name.rpartition(".")[2]: value for name, value in keys(out).items()}
+    assert [found[f"{name}_token_id"] for name in ("eos", "bos", "unknown")] == [1, 2, 3]
+    assert (found["add_bos_token"], found["add_space_prefix"]) == (True, False)
+    lines = [line.replace("return", "\n\n\n  <h1>   ") for line in mixed_lines(1000, 7)]
+    processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+    assert_same(lines, llama_ids(out, lines), [[2, *tokens] for tokens in processor.encode(lines)])
+
+
+def test_gemmas_json_has_the_tab_itself_and_splits_where_nothing_is(
+    spm_fast: Path, change: Callable[..., Path], tmp_path: Path
+) -> None:
+    data = json_of(spm_fast)
+    data["normalizer"] = data["normalizer"]["normalizers"][1]
+    data["pre_tokenizer"] = {
+        "type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False,
+    }  # fmt: skip
+    data["model"]["vocab"]["\t"] = data["model"]["vocab"].pop("<0x09>")
+    folder, out = change(spm_fast, tokenizer__json=data), tmp_path / "x.gguf"
+    assert convert(folder, out) == []
+    assert keys(out)["tokenizer.ggml.add_space_prefix"] is False
+    check_tokenizer(out, folder)
+    lines = mixed_lines(1000, 8)
+    oracle = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    assert_same(lines, llama_ids(out, lines), oracle(lines).input_ids)
+
+
 def test_user_defined_digits_are_common_pieces_and_longer_ones_noted(tmp_path: Path) -> None:
     """llama.cpp adds a prefix after user-defined tokens, which would put a space after each digit."""
     out = tmp_path / "x.gguf"

@@ -38,6 +38,7 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu",
 }
 _DEFAULT_ROPE_BASE = 10000.0
+YARN_BETAS = {"beta_fast": 32, "beta_slow": 1}  # llama.cpp reads no others for these architectures
 _MAX_FLOAT = sys.float_info.max  # JSON has larger whole numbers
 _EPS_KEYS = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_eps")
 _N_CTX_FALCON = 2048  # its first checkpoints don't say it
@@ -146,7 +147,7 @@ _QUERIES_AND_KEYS = {
     "attn_q.bias": lambda rows, shape: _interleave(shape.n_head, rows),
     "attn_k.bias": lambda rows, shape: _interleave(shape.n_kv, rows),
 }
-# transformers adds 1 to the weight when it runs the norm (LayerNorm1P)
+# transformers adds 1 to the weight when it runs the norm (Nemotron's LayerNorm1P, Gemma's RMSNorm)
 _ONE_MORE = dict.fromkeys(("attn_norm.weight", "ffn_norm.weight", "output_norm.weight"), lambda w, _: w.float() + 1)
 
 _TOP = {"embed_tokens.weight": "ve", "norm.weight": "e"}
@@ -228,6 +229,15 @@ _NEMOTRON = Family(
     partial_rope=True,
     output=True,
 )
+_GEMMA = Family(
+    gguf.MODEL_ARCH.GEMMA,
+    top=_TOP,
+    layer={**_ATTENTION, **_GATED},
+    changes=_ONE_MORE,
+    activation_keys=("hidden_activation", "hidden_act"),
+    free_heads=True,
+    required={"attention_bias": False, "tie_word_embeddings": True, "use_bidirectional_attention": False},
+)
 _FALCON = Family(
     gguf.MODEL_ARCH.FALCON,
     root="transformer.",
@@ -306,6 +316,7 @@ FAMILIES = {
     "Qwen3ForCausalLM": _QWEN3,
     "ArceeForCausalLM": _ARCEE,
     "NemotronForCausalLM": _NEMOTRON,
+    "GemmaForCausalLM": _GEMMA,
     "FalconForCausalLM": _FALCON,
     "RWForCausalLM": _FALCON,  # Falcon before transformers had it
     "OPTForCausalLM": _OPT,
@@ -325,7 +336,6 @@ class Rope:
         scaling: `linear`, `yarn` or empty.
         factor: of the scaling.
         n_ctx_orig: context before it (yarn).
-        beta_fast, beta_slow: None: llama.cpp's defaults, which are transformers'.
         frequency_factors: (n_dims / 2,) float32 that frequencies are divided by (llama3); None: not.
     """
 
@@ -334,8 +344,6 @@ class Rope:
     scaling: str = ""
     factor: float = 1.0
     n_ctx_orig: int = 0
-    beta_fast: float | None = None
-    beta_slow: float | None = None
     frequency_factors: np.ndarray | None = None
 
 
@@ -435,10 +443,6 @@ class HfModel:
             writer.add_rope_scaling_factor(rope.factor)
         if rope.scaling == "yarn":
             writer.add_rope_scaling_orig_ctx_len(rope.n_ctx_orig)
-            if rope.beta_fast is not None:
-                writer.add_rope_scaling_yarn_beta_fast(rope.beta_fast)
-            if rope.beta_slow is not None:
-                writer.add_rope_scaling_yarn_beta_slow(rope.beta_slow)
 
 
 Note = Callable[[str], None]
@@ -560,7 +564,8 @@ class _Config:
     def activation(self, family: Family, note: Note) -> tuple[str, float]:
         """The plan's activation and its parameter."""
         given = [key for key in family.activation_keys if self.values.get(key) is not None]
-        if any(self.values[key] != self.values[given[0]] for key in given):
+        meant = ["gelu" if ACTIVATIONS.get(str(self.values[key])) == "gelu" else self.values[key] for key in given]
+        if any(name != meant[0] for name in meant):
             self.wrong(given[1], f"{given[0]}'s value, {self.values[given[0]]!r}", "say which is the activation")
         key = given[0] if given else family.activation_keys[0]
         name = self.values.get(key, family.activation_default)
@@ -638,14 +643,14 @@ class _Config:
             return rope
         known = ["default", "linear", "yarn", *["llama3"] * family.frequency_factors]
         strange = [name for name in ("attention_factor", "mscale", "mscale_all_dim") if given.get(name) is not None]
+        strange += [name for name, value in YARN_BETAS.items() if numbers.get(name, value) != value]
         if kind not in known or strange or given.get("truncate", True) is not True:
             self.wrong(key, f"a rope_type of {', '.join(known)}, without {', '.join(strange) or 'other settings'}")
         if kind == "llama3":
             factors = _llama3_factors(rope, *(numbers[name] for name in wished))
             return Rope(rope.base, rope.n_dims, frequency_factors=factors)
         orig = given.get("original_max_position_embeddings") or shape.n_ctx
-        betas = (given.get("beta_fast"), given.get("beta_slow"))
-        return Rope(rope.base, rope.n_dims, kind, float(given["factor"]), int(orig), *betas)
+        return Rope(rope.base, rope.n_dims, kind, float(given["factor"]), int(orig))
 
 
 def _llama3_factors(rope: Rope, factor: float, low: float, high: float, n_ctx_orig: float) -> np.ndarray:
@@ -690,8 +695,8 @@ class _Names:
 
     def output(self, embeddings: Source) -> Sequence[Source]:
         """The head, unless it is the embeddings: config.json says so, or, silent about it, the checkpoint has none."""
-        head = self.stored("lm_head.weight")
-        if self.config.values.get("tie_word_embeddings", head is None):
+        tied = self.family.required.get("tie_word_embeddings", self.stored("lm_head.weight") is None)
+        if self.config.values.get("tie_word_embeddings", tied):
             self.used.add("lm_head.weight")
             return [Source("output.weight", embeddings.parts, embeddings.shape, None)] if self.family.output else []
         return [self.source("", "lm_head.weight", "ve")]

@@ -30,6 +30,7 @@ Note = Callable[[str], None]
 # SentencePiece writes a space so.
 _SPACE = "\u2581"
 _BYTE_PIECES = tuple(f"<0x{byte:02X}>" for byte in range(256))
+_TAB_PIECE = _BYTE_PIECES[ord("\t")]  # which Gemma's tokenizer.json has as the tab itself
 # As SentencePiece does for pieces that no pair makes; llama.cpp never compares them.
 _UNRANKED = 0.0
 # What the architectures use whose checkpoints come with vocab.json and merges.txt only.
@@ -224,7 +225,8 @@ def _space_prefix(path: Path, data: dict[str, Any], note: Note) -> bool:
     split = data.get("pre_tokenizer")
     prepend = {"type": "Prepend", "prepend": _SPACE}
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
-    if split is None and before in ([replace], [prepend, replace]):
+    cuts_nothing = split is None or (split["type"] == "Split" and split["pattern"] == {"String": " "})  # none is left
+    if cuts_nothing and before in ([replace], [prepend, replace]):
         return prepend in before
     if not before and split and split["type"] == "Metaspace":
         scheme = split.get("prepend_scheme") or ("always" if split.get("add_prefix_space", True) else "never")
@@ -296,6 +298,8 @@ def _read_tokenizer_json(path: Path, note: Note) -> _Vocabulary:
             note(f"{path}: brings text to NFC, llama.cpp doesn't; tokens are the same for text in NFC.")
         types = dict.fromkeys(tokens, gguf.TokenType.NORMAL)
         return _Vocabulary(path, "gpt2", pre, tokens, types, merges=[" ".join(pair) for pair in pairs])
+    if _TAB_PIECE not in model["vocab"] and "\t" in model["vocab"]:
+        tokens[model["vocab"]["\t"]] = _TAB_PIECE
     space_prefix = _space_prefix(path, data, note)
     if not model.get("byte_fallback") or model.get("ignore_merges"):
         raise _refuse_json(path, data, "SentencePiece's form needs byte_fallback and no ignore_merges")

@@ -7,70 +7,53 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NoReturn
 
 import numpy as np
 import torch
 from torch.nn import functional as F
 
 from powerinfer_py.errors import FormatError
-from powerinfer_py.format import BaseModel
+from powerinfer_py.format import ARCHITECTURE_ACTIVATIONS, BaseModel
 
+from .architectures import YARN_BETAS
 from .row_types import dequantize_rows
 
 
 @dataclass(frozen=True)
 class GraphKind:
-    """What sets one architecture's graph apart from llama's.
+    """What sets one architecture's graph apart from llama's. Source: llama.cpp, src/models (libllama 0.5.0).
 
     Attributes:
-        activation: of the FFN, as the plan names it.
         neox: rotary positions turn halves, not neighbours.
         layer_norm: LayerNorm instead of RMSNorm.
         parallel: attention and FFN both read the layer's input.
         positions: a table of positions instead of rotary ones.
         scaled_embeddings: multiplied by the root of n_embd.
+        head_norms: queries and keys are normed, head by head.
+        scales: embeddings, residuals and logits have factors.
     """
 
-    activation: str = "silu"
     neox: bool = False
     layer_norm: bool = False
     parallel: bool = False
     positions: bool = False
     scaled_embeddings: bool = False
+    head_norms: bool = False
+    scales: bool = False
 
 
 KINDS = {
     "llama": GraphKind(),
-    "minicpm": GraphKind(),
-    "arcee": GraphKind("relu_sqr"),
+    "minicpm": GraphKind(scales=True),
+    "arcee": GraphKind(),
     "qwen2": GraphKind(neox=True),
-    "qwen3": GraphKind(neox=True),
-    "nemotron": GraphKind("relu_sqr", neox=True, layer_norm=True),
-    "falcon": GraphKind("gelu", neox=True, layer_norm=True, parallel=True),
-    "gpt2": GraphKind("gelu", layer_norm=True, positions=True),
-    "gemma": GraphKind("gelu", neox=True, scaled_embeddings=True),
+    "qwen3": GraphKind(neox=True, head_norms=True),
+    "nemotron": GraphKind(neox=True, layer_norm=True),
+    "falcon": GraphKind(neox=True, layer_norm=True, parallel=True),
+    "gpt2": GraphKind(layer_norm=True, positions=True),
+    "gemma": GraphKind(neox=True, scaled_embeddings=True),
 }
-# Tensors that a graph of KINDS uses; another one would be left out silently.
-_TOP = {
-    "token_embd.weight",
-    "position_embd.weight",
-    "output.weight",
-    "output_norm.weight",
-    "output_norm.bias",
-    "rope_freqs.weight",
-}
-_LAYER = {
-    "attn_norm",
-    "attn_norm_2",
-    "attn_q",
-    "attn_k",
-    "attn_v",
-    "attn_qkv",
-    "attn_output",
-    "attn_q_norm",
-    "attn_k_norm",
-}
-_LAYER |= {"ffn_norm", "ffn_gate", "ffn_up", "ffn_down"}
 
 
 class Graph:
@@ -81,7 +64,10 @@ class Graph:
         kind: its row of KINDS.
         device, dtype: of matrix products; the residual stream is float32.
         n_layer, n_embd, n_vocab: sizes.
-        activation: the plan's name of the FFN's.
+        n_head, n_kv: heads of queries and of keys, per layer.
+        head_dim: values per head.
+        activation: the plan's name of that which upstream's graph has.
+        residual_scale: what attention's and the FFN's output are multiplied by.
     """
 
     def __init__(
@@ -93,7 +79,7 @@ class Graph:
         keep: bool = True,
         n_threads: int = 1,
     ) -> None:
-        """Reads the architecture's keys; weights are read when they are used.
+        """Reads and checks the architecture's keys and tensors; weights are read when they are used.
 
         Args:
             base: the model.
@@ -103,66 +89,104 @@ class Graph:
             n_threads: that decode rows.
 
         Raises:
-            FormatError: an architecture, or a tensor, that no graph here has.
+            FormatError: an architecture, a key or a tensor that no graph here has, or one that is missing.
         """
-        self.base = base
-        self.device = device
-        self.dtype = dtype
-        self.keep = keep
-        self.n_threads = n_threads
         kind = KINDS.get(base.architecture)
         if kind is None:
             raise FormatError(
                 f"{base.where}: architecture '{base.architecture}' has no graph in torch here; expected one of {', '.join(KINDS)}; "
                 "use a model of one of them."
             )
+        self.base = base
         self.kind = kind
-        self.activation = kind.activation
+        self.device = device
+        self.dtype = dtype
+        self.keep = keep
+        self.n_threads = n_threads
+        self.activation = ARCHITECTURE_ACTIVATIONS[base.architecture]
         self.n_layer, self.n_embd = base.n_layer, base.n_embd
-        self.n_vocab = base.tensor("token_embd.weight").rows_shape[0]
-        self.n_head = self._per_layer("attention.head_count")
-        self.n_kv = self._per_layer("attention.head_count_kv", self.n_head)
+        self.n_head = self._heads("attention.head_count")
+        self.n_kv = self._heads("attention.head_count_kv", self.n_head)
         self.head_dim = int(self._number("attention.key_length", self.n_embd // self.n_head[0]))
-        self.eps = float(
-            self._number("attention.layer_norm_epsilon" if kind.layer_norm else "attention.layer_norm_rms_epsilon")
+        self.eps = self._number(
+            "attention.layer_norm_epsilon" if kind.layer_norm else "attention.layer_norm_rms_epsilon"
         )
-        self.embedding_scale = float(self._number("embedding_scale", 1.0)) if base.architecture == "minicpm" else 1.0
-        if kind.scaled_embeddings:
-            self.embedding_scale = math.sqrt(self.n_embd)
-        self.residual_scale = float(self._number("residual_scale", 1.0))
-        self.logit_scale = float(self._number("logit_scale", 1.0))
+        self.embedding_scale = math.sqrt(self.n_embd) if kind.scaled_embeddings else 1.0
+        self.residual_scale = self._logit_factor = 1.0
+        if kind.scales:
+            self.embedding_scale = self._number("embedding_scale", 12.0)
+            self.residual_scale = self._number("residual_scale", 1.4 / math.sqrt(self.n_layer))
+            self._logit_factor = 1.0 / self._number("logit_scale", 256.0 / self.n_embd)
         self._kept: dict[tuple[str, torch.dtype], torch.Tensor] = {}
         self._angles: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._check_tensors()
+        self.n_vocab = base.tensor("token_embd.weight").rows_shape[0]
+        if not kind.positions:
+            self._frequency, self._magnitude = self._rope_frequency()
 
     # ---- Keys and weights ----
 
+    def _wrong(self, name: str, expected: str) -> NoReturn:
+        key = f"{self.base.architecture}.{name}"
+        found = f"is {str(self.base.files[0].get(key))[:80]!a}" if key in self.base.files[0].values else "is missing"
+        raise FormatError(f"{self.base.where}: {key} {found}; expected {expected}; convert the model again.")
+
     def _number(self, name: str, default: float | None = None) -> float:
         value = self.base.files[0].get(f"{self.base.architecture}.{name}", default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise FormatError(
-                f"{self.base.where}: {self.base.architecture}.{name} is {value!r}; expected a number; convert the model again."
-            )
-        return value
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            self._wrong(name, "a number above 0")
+        return float(value)
 
-    def _per_layer(self, name: str, default: list[int] | None = None) -> list[int]:
+    def _heads(self, name: str, default: list[int] | None = None) -> list[int]:
         value = self.base.files[0].get(f"{self.base.architecture}.{name}", default)
         values = value if isinstance(value, list) else [value] * self.n_layer
-        if len(values) != self.n_layer or not all(isinstance(n, int) and n > 0 for n in values):
-            raise FormatError(
-                f"{self.base.where}: {self.base.architecture}.{name} is {value!r}; expected a number of heads above 0 for each of "
-                f"{self.n_layer} layers; convert the model again."
-            )
+        if len(values) != self.n_layer or not all(type(n) is int and n > 0 for n in values):
+            self._wrong(name, f"a number of heads above 0 for each of {self.n_layer} layers")
         return values
 
     def _check_tensors(self) -> None:
-        for name in self.base.tensors:
-            parts = name.split(".")
-            known = parts[0] == "blk" and len(parts) == 4 and parts[2] in _LAYER and parts[3] in ("weight", "bias")
-            if not known and name not in _TOP:
+        """Refuses a tensor that is missing, of another shape than the keys say, or without a place."""
+        base, n_embd = self.base, self.n_embd
+        wished = {"token_embd": (0, n_embd), "output_norm": (1, n_embd)}  # (rows, values per row); 0: any number
+        if self.kind.positions:
+            wished["position_embd"] = (0, n_embd)
+        others = {"output", "rope_freqs"}
+        for i, (n_head, n_kv) in enumerate(zip(self.n_head, self.n_kv)):
+            if n_head % n_kv:
+                self._wrong("attention.head_count_kv", f"numbers that divide {n_head}")
+            n_q, n_k = n_head * self.head_dim, n_kv * self.head_dim
+            layer = {"attn_norm": (1, n_embd), "attn_output": (n_embd, n_q)}
+            if f"blk.{i}.attn_qkv.weight" in base.tensors:
+                layer["attn_qkv"] = (n_q + 2 * n_k, n_embd)
+            else:
+                layer |= {"attn_q": (n_q, n_embd), "attn_k": (n_k, n_embd), "attn_v": (n_k, n_embd)}
+            if self.kind.head_norms:
+                layer |= {"attn_q_norm": (1, self.head_dim), "attn_k_norm": (1, self.head_dim)}
+            if self.kind.parallel:
+                others.add(f"blk.{i}.attn_norm_2")
+            else:
+                layer["ffn_norm"] = (1, n_embd)
+            wished |= {f"blk.{i}.{name}": shape for name, shape in layer.items()}
+            others |= {f"blk.{i}.ffn_{name}" for name in ("gate", "up", "down")}
+            reason = base.why_not_covered(i)
+            if reason:
                 raise FormatError(
-                    f"{self.base.where}: tensor {name} has no place in the graph of '{self.base.architecture}' here; expected a plain "
-                    "model of that architecture, without experts; use another model."
+                    f"{base.where}: layer {i} has no plain FFN: {reason}; expected up, down and maybe gate; use another model."
+                )
+        for name, shape in wished.items():
+            tensor = base.tensor(f"{name}.weight")
+            found = None if tensor is None else tensor.rows_shape
+            if found is None or found != (shape[0] or found[0], shape[1]):
+                raise FormatError(
+                    f"{base.where}: {name}.weight {'is missing' if found is None else f'has shape {list(found)}'}; expected "
+                    f"[{shape[0] or 'tokens'}, {shape[1]}], as the keys say; convert the model again."
+                )
+        known = {f"{name}.{what}" for name in (*wished, *others) for what in ("weight", "bias")} - {"output.bias"}
+        for name in base.tensors:
+            if name not in known:
+                raise FormatError(
+                    f"{base.where}: tensor {name[:80]!a} has no place in the graph of '{base.architecture}' here; expected a "
+                    "plain model of that architecture; use another one."
                 )
 
     def matrix(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor | None:
@@ -182,14 +206,18 @@ class Graph:
         tensor = self.base.tensor(name)
         if tensor is None:
             return None
-        n_rows, n_values = tensor.rows_shape
-        raw = self.base.raw(name).reshape(n_rows, tensor.n_bytes // n_rows)
-        rows = dequantize_rows(np.ascontiguousarray(raw), tensor.type.name, n_threads=self.n_threads)
-        weight = torch.from_numpy(rows).to(self.device, dtype)
-        weight = weight.reshape(n_values) if len(tensor.ne) == 1 else weight
+        weight = self._decode(name, slice(None)).to(self.device, dtype)
+        if len(tensor.ne) == 1:
+            weight = weight.reshape(-1)
         if self.keep or len(tensor.ne) == 1:
             self._kept[name, dtype] = weight
         return weight
+
+    def _decode(self, name: str, rows: slice | np.ndarray) -> torch.Tensor:
+        """Rows of a matrix of the file: (rows, values per row) float32 on the CPU."""
+        tensor = self.base.tensor(name)
+        raw = self.base.raw(name).reshape(tensor.rows_shape[0], -1)[rows]
+        return torch.from_numpy(dequantize_rows(np.ascontiguousarray(raw), tensor.type.name, n_threads=self.n_threads))
 
     def _linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
         """x (..., n) as dtype times a matrix of the model, plus its bias."""
@@ -198,48 +226,58 @@ class Graph:
     def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
         """Norm of the residual stream, float32."""
         weight = self.matrix(f"{name}.weight", torch.float32)
-        if self.kind.layer_norm and not name.endswith(("_q_norm", "_k_norm")):
+        if self.kind.layer_norm:
             return F.layer_norm(x, (x.shape[-1],), weight, self.matrix(f"{name}.bias", torch.float32), self.eps)
         return F.rms_norm(x, (x.shape[-1],), weight, self.eps)
 
     # ---- Positions ----
 
-    def _rope(self, n_tok: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin (n_tok, n_dims / 2), float32, with YaRN's and llama3's changes of frequencies as llama.cpp has them."""
-        if n_tok in self._angles:
-            return self._angles[n_tok]
+    def _rope_frequency(self) -> tuple[torch.Tensor, float]:
+        """Frequencies (n_dims / 2,) float64 and what cos and sin are multiplied by, as llama.cpp has them."""
         n_dims = int(self._number("rope.dimension_count", self.head_dim))
-        base = float(self._number("rope.freq_base", 10000.0))
-        i = torch.arange(0, n_dims, 2, dtype=torch.float64)
-        frequency = base ** (-i / n_dims)
+        if n_dims % 2 or n_dims > self.head_dim:
+            self._wrong("rope.dimension_count", f"an even number up to {self.head_dim}")
+        base = self._number("rope.freq_base", 10000.0)
+        if base <= 1.0:
+            self._wrong("rope.freq_base", "a number above 1")
+        i = torch.arange(n_dims // 2, dtype=torch.float64)
+        frequency = base ** (-2 * i / n_dims)
         factors = self.matrix("rope_freqs.weight", torch.float32)
         if factors is not None:
+            if factors.shape != frequency.shape:
+                self._wrong("rope.dimension_count", f"{2 * factors.numel()}, twice the values of rope_freqs.weight")
             frequency = frequency / factors.cpu().double()
-        kind = self.base.files[0].get(f"{self.base.architecture}.rope.scaling.type", "none")
-        factor = float(self._number("rope.scaling.factor", 1.0))
-        magnitude = 1.0
-        if kind == "linear" and factor > 0:
+        factor = self._number("rope.scaling.factor", self._number("rope.scale_linear", 1.0))
+        magnitude = self._number("rope.scaling.attn_factor", 1.0)
+        scaling = self.base.files[0].get(f"{self.base.architecture}.rope.scaling.type", "linear")
+        if scaling == "linear":
             frequency = frequency / factor
-        elif kind == "yarn" and factor > 0:
-            n_orig = float(self._number("rope.scaling.original_context_length", self.base.n_ctx_train or 1))
-
-            def dimension(n_rotations: float) -> float:
-                return n_dims * math.log(n_orig / (n_rotations * 2 * math.pi)) / (2 * math.log(base))
-
+        elif scaling == "yarn":
+            n_orig = self._number("rope.scaling.original_context_length", self._number("context_length"))
+            # pairs that turn n times in the context before
             fast, slow = (
-                float(self._number(f"rope.scaling.yarn_beta_{x}", d)) for x, d in (("fast", 32.0), ("slow", 1.0))
+                n_dims * math.log(n_orig / (n * 2 * math.pi)) / (2 * math.log(base)) for n in YARN_BETAS.values()
             )
-            low, high = max(0.0, math.floor(dimension(fast))), min(n_dims - 1.0, math.ceil(dimension(slow)))
-            ramp = 1.0 - ((i / 2 - low) / max(0.001, high - low)).clamp(0.0, 1.0)
-            frequency = frequency / factor * (1.0 - ramp) + frequency * ramp
-            magnitude = 1.0 + 0.1 * math.log(factor)
-        angle = torch.arange(n_tok, dtype=torch.float64)[:, None] * frequency
-        self._angles[n_tok] = tuple((magnitude * f(angle)).float().to(self.device) for f in (torch.cos, torch.sin))
+            low, high = max(0, math.floor(fast)), min(n_dims - 1, math.ceil(slow))
+            kept = 1.0 - ((i - low) / max(0.001, high - low)).clamp(0.0, 1.0)
+            frequency = frequency / factor * (1.0 - kept) + frequency * kept
+            magnitude *= max(1.0, 1.0 + 0.1 * math.log(factor))
+        elif scaling != "none":
+            self._wrong("rope.scaling.type", "none, linear or yarn")
+        return frequency, magnitude
+
+    def _rope(self, n_tok: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin (n_tok, n_dims / 2) as dtype."""
+        if n_tok not in self._angles:
+            angle = torch.arange(n_tok, dtype=torch.float64)[:, None] * self._frequency
+            self._angles[n_tok] = tuple(
+                (self._magnitude * part).to(self.device, self.dtype) for part in (angle.cos(), angle.sin())
+            )
         return self._angles[n_tok]
 
     def _rotate(self, x: torch.Tensor) -> torch.Tensor:
         """Rotary positions of x (n_seq, n_head, n_tok, head_dim)."""
-        cos, sin = (part.to(x.dtype) for part in self._rope(x.shape[2]))
+        cos, sin = self._rope(x.shape[2])
         n_dims = 2 * cos.shape[-1]
         turned, rest = x[..., :n_dims], x[..., n_dims:]
         if self.kind.neox:
@@ -255,15 +293,11 @@ class Graph:
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Embeddings: tokens (n_seq, n_tok) int64 -> (n_seq, n_tok, n_embd) float32."""
         if self.keep:
-            h = F.embedding(tokens, self.matrix("token_embd.weight")).float()
+            h = F.embedding(tokens, self.matrix("token_embd.weight"))
         else:
-            tensor = self.base.tensor("token_embd.weight")
-            raw = self.base.raw(tensor.name).reshape(self.n_vocab, -1)[tokens.cpu().numpy().reshape(-1)]
-            rows = torch.from_numpy(
-                dequantize_rows(np.ascontiguousarray(raw), tensor.type.name, n_threads=self.n_threads)
-            )
-            h = rows.reshape(*tokens.shape, -1).to(self.device)
-        h = h * self.embedding_scale
+            rows = self._decode("token_embd.weight", tokens.cpu().numpy().reshape(-1))
+            h = rows.reshape(*tokens.shape, -1).to(self.device, self.dtype)
+        h = h.float() * self.embedding_scale
         if self.kind.positions:
             h = h + self.matrix("position_embd.weight", torch.float32)[: tokens.shape[1]]
         return h
@@ -280,9 +314,8 @@ class Graph:
         """
         name = f"blk.{i_layer}."
         normed = self._norm(h, name + "attn_norm")
-        x = (self._norm(h, name + "attn_norm_2") if name + "attn_norm_2.weight" in self.base.tensors else normed).to(
-            self.dtype
-        )
+        two_norms = name + "attn_norm_2.weight" in self.base.tensors
+        x = (self._norm(h, name + "attn_norm_2") if two_norms else normed).to(self.dtype)
         n_head, n_kv, n_seq, n_tok = self.n_head[i_layer], self.n_kv[i_layer], *h.shape[:2]
         sizes = [n * self.head_dim for n in (n_head, n_kv, n_kv)]
         if name + "attn_qkv.weight" in self.base.tensors:
@@ -290,7 +323,7 @@ class Graph:
         else:
             parts = [self._linear(x, name + f"attn_{letter}") for letter in "qkv"]
         q, k, v = (part.reshape(n_seq, n_tok, -1, self.head_dim).transpose(1, 2) for part in parts)
-        if name + "attn_q_norm.weight" in self.base.tensors:
+        if self.kind.head_norms:
             q, k = (self._norm(t.float(), name + n).to(self.dtype) for t, n in ((q, "attn_q_norm"), (k, "attn_k_norm")))
         if not self.kind.positions:
             q, k = self._rotate(q), self._rotate(k)
@@ -313,12 +346,8 @@ class Graph:
         return self._linear(activate(self.activation, gate, up)[1], name + "down")
 
     def last_norm(self, h: torch.Tensor) -> torch.Tensor:
-        """What the head reads: (..., n_embd) as dtype."""
-        return (self._norm(h, "output_norm") * self.logit_factor()).to(self.dtype)
-
-    def logit_factor(self) -> float:
-        """What llama.cpp multiplies before the head (MiniCPM)."""
-        return 1.0 / self.logit_scale if self.base.architecture == "minicpm" else self.logit_scale
+        """What the head reads, with all factors of the logits: (..., n_embd) as dtype."""
+        return (self._norm(h, "output_norm") * self._logit_factor).to(self.dtype)
 
     def head(self) -> torch.Tensor:
         """(n_vocab, n_embd): the output matrix, or the embeddings."""
