@@ -139,7 +139,7 @@ def convert(options: ConvertOptions, steps: Steps, note: Note) -> Plan:
             with steps("writing", 100) as step:
                 written = folder / "plan"
                 pi_format.write_plan(
-                    plan, written, base_embedded=None if options.sidecar else base, progress=_percent(step)
+                    plan, written, base_embedded=None if options.sidecar else base, progress=percent(step)
                 )
             if options.sidecar:
                 base.replace(outfile.with_name(base.name))
@@ -160,7 +160,7 @@ def _activation_text(model: HfModel) -> str:
     return model.activation + cut
 
 
-def _percent(step: Callable[[], None]) -> pi_format.Progress:
+def percent(step: Callable[[], None]) -> pi_format.Progress:
     """A progress in bytes as 100 steps."""
     n_done = 0
 

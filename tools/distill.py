@@ -8,19 +8,21 @@ hidden states; attention stays as it is, and only FFNs learn.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch.nn import functional as F
 
 from .sparse_ffn import SparseFfn, steered_weight
-from .torch_graph import Graph
+from .torch_graph import Graph, compiled
 
 # Rows of logits at a time: the vocabulary is wide.
 _HEAD_ROWS = 512
 # Of a layer's loss: part of the mean power that is added to each token's, so that quiet tokens don't rule.
 _POWER_FLOOR = 1.0
+# Per step: how fast the weight of a layer's pressure follows its distance from the wished density.
+_CONTROL_RATE = 0.03
 # Scale of a layer's pressure against the logits' divergence.
 _END_TO_END_SCALE = 0.1
 _HIDDEN_WEIGHT = 1.0
@@ -48,35 +50,47 @@ def relative_error(found: torch.Tensor, wished: torch.Tensor, power_of: torch.Te
         found, wished: (n_seq, n_tok, n).
         power_of: what the error is relative to, of the same shape.
     """
-    error = (found.float() - wished).square().sum(-1)
-    power = power_of.float().square().sum(-1)
+    error = torch.linalg.vector_norm(found - wished, dim=-1, dtype=torch.float32).square()
+    power = torch.linalg.vector_norm(power_of, dim=-1, dtype=torch.float32).square()
     typical = power.clamp_min(1e-12).log().mean().exp()
     return (error / (power + _POWER_FLOOR * typical)).mean()
+
+
+def _compare_logits(student: torch.Tensor, teacher: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sum of KL(teacher || student) over rows of logits (n_rows, n_vocab), and its gradient by the student's, in their type."""
+    wished, found = F.log_softmax(teacher.float(), dim=-1), F.log_softmax(student.float(), dim=-1)
+    p = wished.exp()
+    return ((wished - found) * p).sum(), (found.exp() - p).to(student.dtype)
 
 
 class HeadDivergence(torch.autograd.Function):
     """KL(teacher || student) of the next token, mean of tokens, a few rows of logits at a time."""
 
     @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, student: torch.Tensor, teacher: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx,
+        student: torch.Tensor,
+        teacher: torch.Tensor,
+        head: torch.Tensor,
+        is_compiled: bool,
+    ) -> torch.Tensor:
         """student, teacher: (n_rows, n_embd), what the head reads; head: (n_vocab, n_embd). Returns a float32 scalar."""
         total = torch.zeros((), dtype=torch.float32, device=student.device)
         gradient = torch.empty_like(student)
+        compare = compiled(_compare_logits, is_compiled)
         for first in range(0, len(student), _HEAD_ROWS):
             rows = slice(first, first + _HEAD_ROWS)
-            wished = F.log_softmax((teacher[rows] @ head.T).float(), dim=-1)
-            found = F.log_softmax((student[rows] @ head.T).float(), dim=-1)
-            p = wished.exp()
-            total += ((wished.sub_(found)).mul_(p)).sum()
-            gradient[rows] = (found.exp_().sub_(p).div_(len(student))).to(student.dtype) @ head
+            divergence, difference = compare(student[rows] @ head.T, teacher[rows] @ head.T)
+            total += divergence
+            gradient[rows] = (difference @ head) / len(student)
         ctx.save_for_backward(gradient)
         return total / len(student)
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         """Of student only."""
         (gradient,) = ctx.saved_tensors
-        return gradient * grad.to(gradient.dtype), None, None
+        return gradient * grad.to(gradient.dtype), None, None, None
 
 
 class Distiller:
@@ -92,6 +106,7 @@ class Distiller:
     def __init__(self, graph: Graph, students: dict[int, SparseFfn]) -> None:
         self.graph = graph
         self.students = students
+        self._error = compiled(relative_error, graph.compiled)
         self.weights = dict.fromkeys(students, 0.0)
         parameters = [weight for student in students.values() for weight in student.weights.values()]
         self.optimizer = torch.optim.Adam(parameters, lr=0.0, betas=(0.9, 0.98), fused=True)
@@ -111,11 +126,13 @@ class Distiller:
         for parameter in parameters:
             parameter.grad = None
 
-    def _steer(self, densities: Iterable[float], wished: float, scale: float) -> None:
+    def _steer(self, densities: Iterable[float], wished: float) -> None:
         for i, density in zip(self.students, densities):
-            self.weights[i] = steered_weight(self.weights[i], density, wished, scale)
+            self.weights[i] = steered_weight(self.weights[i], density, wished, _CONTROL_RATE)
 
-    def local_step(self, teacher: torch.Tensor, student: torch.Tensor | None, blend: float, wished: float, lr: float) -> StepResult:
+    def local_step(
+        self, teacher: torch.Tensor, student: torch.Tensor | None, blend: float, wished: float, lr: float
+    ) -> StepResult:
         """One step in which every block learns by itself.
 
         Args:
@@ -138,14 +155,14 @@ class Distiller:
                     after, x = graph.attend(i, before + blend * (student - before))
                     target = (teacher - after) / graph.residual_scale
             out = ffn(x)
-            error = relative_error(out.y, target, y)
+            error = self._error(out.y, target, y)
             (error + self.weights[i] * out.pressure).backward()
             with torch.no_grad():
                 student = graph.add_ffn(after, out.y)
             errors.append(float(error.detach()))
             densities.append(float(out.density))
         self._end(lr, None)
-        self._steer(densities, wished, 1.0)
+        self._steer(densities, wished)
         return StepResult(sum(errors) / len(errors), errors, densities)
 
     def end_to_end_step(self, tokens: torch.Tensor, wished: float, lr: float) -> StepResult:
@@ -172,19 +189,21 @@ class Distiller:
             after, x = graph.attend(i, h)
             out = self.students[i](x)
             h = graph.add_ffn(after, out.y)
-            errors.append(relative_error(h, teacher_states[i], teacher_states[i]))
-            pressure = pressure + self.weights[i] * out.pressure
+            errors.append(self._error(h, teacher_states[i], teacher_states[i]))
+            pressure = pressure + _END_TO_END_SCALE * self.weights[i] * out.pressure
             densities.append(out.density)
-        divergence = HeadDivergence.apply(graph.last_norm(h).flatten(0, -2), teacher_last, graph.head())
+        divergence = HeadDivergence.apply(graph.last_norm(h).flatten(0, -2), teacher_last, graph.head(), graph.compiled)
         hidden = torch.stack(errors).mean()
         (divergence + _HIDDEN_WEIGHT * hidden + pressure).backward()
         self._end(lr, 1.0)
         found = torch.stack(densities).tolist()
-        self._steer(found, wished, _END_TO_END_SCALE)
+        self._steer(found, wished)
         return StepResult(float(divergence.detach()), torch.stack(errors).detach().tolist(), found)
 
 
-def forward_layers(graph: Graph, students: Mapping[int, SparseFfn], layers: Iterable[int], h: torch.Tensor) -> torch.Tensor:
+def forward_layers(
+    graph: Graph, students: Mapping[int, SparseFfn], layers: Iterable[int], h: torch.Tensor
+) -> torch.Tensor:
     """Layers with their sparse FFN where there is one (after begin()), else with the model's own. No gradients.
 
     Args:
@@ -218,7 +237,7 @@ def negative_log_likelihood(graph: Graph, h: torch.Tensor, tokens: torch.Tensor)
     return total / len(rows)
 
 
-def perplexity(graph: Graph, students: Mapping[int, SparseFfn], windows: torch.Tensor, batch: int, step: Callable[[], None]) -> float:
+def perplexity(graph: Graph, students: Mapping[int, SparseFfn], windows: torch.Tensor, batch: int) -> float:
     """Perplexity of a model with the sparse FFNs that there are.
 
     Args:
@@ -226,7 +245,6 @@ def perplexity(graph: Graph, students: Mapping[int, SparseFfn], windows: torch.T
         students: layer -> sparse FFN; empty: the teacher's own.
         windows: (n, n_tok) int64.
         batch: windows at a time.
-        step: called after each batch.
     """
     for student in students.values():
         student.begin(train=False)
@@ -235,7 +253,6 @@ def perplexity(graph: Graph, students: Mapping[int, SparseFfn], windows: torch.T
         tokens = windows[first : first + batch].to(graph.device)
         h = forward_layers(graph, students, range(graph.n_layer), graph.embed(tokens))
         losses.append(negative_log_likelihood(graph, h, tokens) * len(tokens))
-        step()
     for student in students.values():
         student.end()
     return math.exp(sum(losses) / len(windows))

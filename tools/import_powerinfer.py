@@ -27,6 +27,7 @@ from powerinfer_py.gguf_file import GgufFile, GgufTensor, row_type_name
 from . import powerinfer_files
 from .arguments import check_plan_path
 from .pack_plan import refuse_same
+from .rewrite_gguf import TensorSource, entry, string_entry, u32_entry, write_gguf
 from .row_types import Spool, dequantize_rows, quantize_rows, row_type_id, rows_of
 from .terminal import byte_progress, note_once
 
@@ -196,22 +197,11 @@ def _refuse_plain(path: Path) -> None:
 # ---- The base model ------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Tensor:
-    """A tensor of the base: `ne` in ggml order; `data()` gives its bytes when it is its turn."""
-
-    name: str
-    type: GGMLQuantizationType
-    ne: tuple[int, ...]
-    n_bytes: int
-    data: Callable[[], np.ndarray]
+def _plain_tensor(name: str, tensor: GgufTensor, data: Callable[[], np.ndarray]) -> TensorSource:
+    return TensorSource(name, tensor.type, tensor.ne, tensor.n_bytes, data)
 
 
-def _plain_tensor(name: str, tensor: GgufTensor, data: Callable[[], np.ndarray]) -> _Tensor:
-    return _Tensor(name, tensor.type, tensor.ne, tensor.n_bytes, data)
-
-
-def _down_tensor(model: OriginalModel, tensor: GgufTensor, n_threads: int) -> _Tensor:
+def _down_tensor(model: OriginalModel, tensor: GgufTensor, n_threads: int) -> TensorSource:
     """ffn_down, whose rows are outputs, from ffn_down_t, whose rows are neurons."""
     n_embd, n_ff = tensor.ne
     row_type = pi_format.derived_row_type(tensor.type, n_ff)
@@ -225,12 +215,10 @@ def _down_tensor(model: OriginalModel, tensor: GgufTensor, n_threads: int) -> _T
         values = np.ascontiguousarray(decoded(rows, n_threads).T)
         return quantize_rows(values, row_type.name, n_threads=n_threads).reshape(-1)
 
-    block, block_bytes = pi_format.GGML_QUANT_SIZES[row_type]
-    name = tensor.name.replace("ffn_down_t", "ffn_down")
-    return _Tensor(name, row_type, (n_ff, n_embd), n_embd * (n_ff // block * block_bytes), data)
+    return TensorSource.matrix(tensor.name.replace("ffn_down_t", "ffn_down"), row_type, n_embd, n_ff, data)
 
 
-def _joined_tensor(model: OriginalModel, parts: list[str], name: str) -> _Tensor:
+def _joined_tensor(model: OriginalModel, parts: list[str], name: str) -> TensorSource:
     """Rows of several tensors one after the other: upstream's gpt2 has q, k and v in one."""
     tensors = [model.file.tensors.get(part) for part in parts]
     if None in tensors or len({(tensor.type, len(tensor.ne), tensor.ne[0]) for tensor in tensors}) != 1:
@@ -239,7 +227,7 @@ def _joined_tensor(model: OriginalModel, parts: list[str], name: str) -> _Tensor
             f"{', '.join(parts)} are {found}; expected three of one type and shape; convert the model again."
         )
     n_last = sum(tensor.ne[-1] for tensor in tensors)
-    return _Tensor(
+    return TensorSource(
         name,
         tensors[0].type,
         (*tensors[0].ne[:-1], n_last),
@@ -248,7 +236,7 @@ def _joined_tensor(model: OriginalModel, parts: list[str], name: str) -> _Tensor
     )
 
 
-def _position_tensor(model: OriginalModel, tensor: GgufTensor) -> _Tensor:
+def _position_tensor(model: OriginalModel, tensor: GgufTensor) -> TensorSource:
     """OPT's positions without the rows that only its offset needs."""
     n_rows = tensor.rows_shape[0] - OPT_POSITION_OFFSET
     if len(tensor.ne) != 2 or n_rows < 1:
@@ -257,7 +245,7 @@ def _position_tensor(model: OriginalModel, tensor: GgufTensor) -> _Tensor:
             "convert the model again."
         )
     row_bytes = tensor.n_bytes // tensor.ne[1]
-    return _Tensor(
+    return TensorSource(
         tensor.name,
         tensor.type,
         (tensor.ne[0], n_rows),
@@ -266,7 +254,7 @@ def _position_tensor(model: OriginalModel, tensor: GgufTensor) -> _Tensor:
     )
 
 
-def _base_tensors(model: OriginalModel, n_threads: int) -> Iterator[_Tensor]:
+def _base_tensors(model: OriginalModel, n_threads: int) -> Iterator[TensorSource]:
     is_opt = model.architecture == "opt"
     for name, tensor in model.file.tensors.items():
         match = _LAYER_TENSOR.fullmatch(name)
@@ -287,20 +275,13 @@ def _base_tensors(model: OriginalModel, n_threads: int) -> Iterator[_Tensor]:
             yield _plain_tensor(base_name, tensor, lambda name=name: model.file.raw(name))
 
 
-def _entry(key: str, value_type: GGUFValueType, value: bytes) -> bytes:
-    raw = key.encode()
-    return struct.pack("<Q", len(raw)) + raw + struct.pack("<I", value_type) + value
-
-
 def _base_entries(model: OriginalModel) -> list[bytes]:
     """Key entries of the base: the file's, under upstream's architecture, without the original's own."""
     old, new = model.architecture, model.family.base
     entries = []
     changed: dict[str, bytes] = {}
     if old != new:
-        text = new.encode()
-        value = struct.pack("<Q", len(text)) + text
-        changed["general.architecture"] = _entry("general.architecture", GGUFValueType.STRING, value)
+        changed["general.architecture"] = string_entry("general.architecture", new)
     if old == "opt":
         positions = model.file.tensors.get("position_embd.weight")
         if positions is None:
@@ -309,18 +290,18 @@ def _base_entries(model: OriginalModel) -> list[bytes]:
             )
         n_ctx = positions.rows_shape[0] - OPT_POSITION_OFFSET
         key, epsilon = "context_length", "attention.layer_norm_epsilon"
-        changed[f"{old}.{key}"] = _entry(f"{new}.{key}", GGUFValueType.UINT32, struct.pack("<I", max(n_ctx, 0)))
+        changed[f"{old}.{key}"] = u32_entry(f"{new}.{key}", max(n_ctx, 0))
         if f"{old}.{epsilon}" not in model.file.values:
             value = struct.pack("<f", OPT_NORM_EPSILON)
-            changed[f"{old}.{epsilon}"] = _entry(f"{new}.{epsilon}", GGUFValueType.FLOAT32, value)
+            changed[f"{old}.{epsilon}"] = entry(f"{new}.{epsilon}", GGUFValueType.FLOAT32, value)
     for key in model.file.values:
         if key in changed or key.startswith("powerinfer."):
             continue
-        entry = model.file.entry(key)
+        text = model.file.entry(key)
         if key.startswith(f"{old}.") and old != new:
             renamed = f"{new}.{key.removeprefix(f'{old}.')}".encode()
-            entry = struct.pack("<Q", len(renamed)) + renamed + entry[8 + len(key.encode()) :]
-        entries.append(entry)
+            text = struct.pack("<Q", len(renamed)) + renamed + text[8 + len(key.encode()) :]
+        entries.append(text)
     return [*changed.values(), *entries]
 
 
@@ -338,21 +319,7 @@ def write_base(model: OriginalModel, path: Path, n_threads: int, progress: pi_fo
     """
     tensors = list(_base_tensors(model, n_threads))
     entries = _base_entries(model)
-    alignment = model.file.alignment
-    header = bytearray(b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(entries)) + b"".join(entries))
-    offset = 0
-    for tensor in tensors:
-        name = tensor.name.encode()
-        header += struct.pack("<Q", len(name)) + name + struct.pack("<I", len(tensor.ne))
-        header += struct.pack(f"<{len(tensor.ne)}QIQ", *tensor.ne, tensor.type, offset)
-        offset += tensor.n_bytes + -tensor.n_bytes % alignment
-    with path.open("wb") as out:
-        out.write(header + bytes(-len(header) % alignment))
-        n_done = 0
-        for tensor in tensors:
-            data = tensor.data()
-            n_done += pi_format.copy_bytes(out, data, lambda n, before=n_done: progress(before + n, offset))
-            out.write(bytes(-len(data) % alignment))
+    write_gguf(path, entries, tensors, model.file.alignment, progress)
 
 
 def decoded(rows: Rows, n_threads: int) -> np.ndarray:

@@ -69,6 +69,7 @@ class ProfileOptions:
     seed: int = 0
     special: bool = False  # the text holds special tokens
     down_type: str | None = None  # None: the plan stores no down rows
+    down_rows: Callable[[int], np.ndarray] | None = None  # layer -> (n_ff, n_embd) float32 to round; None: the base's
     plot: Path | None = None
     resume: bool = False
     strict: bool = False
@@ -127,7 +128,10 @@ def provisional_plan(base: BaseModel, options: ProfileOptions) -> Plan:
 
 def down_rows(base: BaseModel, i_layer: int, options: ProfileOptions) -> Rows:
     """Down rows of one layer, neuron-major, in the base's order and the type wished for."""
-    values = np.ascontiguousarray(base.rows_f32(base.ffn(i_layer)["down"].name).T)
+    if options.down_rows is not None:
+        values = options.down_rows(i_layer)
+    else:
+        values = np.ascontiguousarray(base.rows_f32(base.ffn(i_layer)["down"].name).T)
     row_type = derived_row_type(row_type_id(options.down_type), values.shape[1])
     return rows_of(values, row_type, n_threads=options.threads or _core.physical_cores())
 

@@ -12,35 +12,32 @@ import torch
 from gguf import GGMLQuantizationType
 from torch.nn import functional as F
 
-from powerinfer_py.format import BASE_TENSORS, BaseModel
+from powerinfer_py.format import BASE_TENSORS
 
 from .row_types import dequantize_rows, quantize_rows
-from .torch_graph import activate
+from .torch_graph import Graph, activate, compiled
 
-# Per step: how fast the weight of a layer's pressure follows its distance from the wished density.
-_CONTROL_RATE = 0.01
 # Size that the control takes a smaller weight for, so that it passes 0.
 _LEAST_WEIGHT = 0.02
 # Below 0 where a layer is sparser than wished: left alone, layers fell to a few percent at once, many neurons for good.
 _WEIGHT_LIMITS = (-0.3, 3.0)
 
 
-def steered_weight(weight: float, density: float, wished: float, scale: float = 1.0, rate: float = _CONTROL_RATE) -> float:
+def steered_weight(weight: float, density: float, wished: float, rate: float) -> float:
     """The next weight of a layer's pressure.
 
     Args:
         weight: the present one.
         density: found, 0 to 1.
         wished: the density to steer to.
-        scale: of the loss that the pressure is added to.
-        rate: of the control.
+        rate: per step.
 
     Returns:
         Larger where the layer is too dense, smaller where it is too sparse.
     """
-    low, high = (scale * limit for limit in _WEIGHT_LIMITS)
     distance = min(1.0, density / wished - 1.0)
-    return min(high, max(low, weight + rate * distance * max(scale * _LEAST_WEIGHT, abs(weight))))
+    weight += rate * distance * max(_LEAST_WEIGHT, abs(weight))
+    return min(_WEIGHT_LIMITS[1], max(_WEIGHT_LIMITS[0], weight))
 
 
 @dataclass
@@ -72,15 +69,15 @@ class SparseFfn:
         activation: str,
         weights: dict[str, torch.Tensor],
         row_types: Mapping[str, GGMLQuantizationType],
-        *,
-        dtype: torch.dtype,
-        n_threads: int,
+        graph: Graph,
     ) -> None:
+        """Of these weights; `graph` says how it is computed."""
         self.activation = activation
         self.weights = weights
         self.row_types = row_types
-        self.dtype = dtype
-        self.n_threads = n_threads
+        self.dtype = graph.dtype
+        self.n_threads = graph.n_threads
+        self.compiled = graph.compiled
         self._seen: dict[str, torch.Tensor] = {}
 
     def rounded(self, name: str) -> torch.Tensor:
@@ -108,47 +105,42 @@ class SparseFfn:
 
     def __call__(self, x: torch.Tensor) -> FfnOutput:
         """x: (..., n_embd) as dtype; between begin() and end()."""
-        seen = self._seen
-        up = F.linear(x, seen["up"], seen.get("up_bias"))
-        gate = F.linear(x, seen["gate"], seen.get("gate_bias")) if "gate" in seen else None
-        a, product = activate(self.activation, gate, up)
-        y = product @ seen["down"]
-        if "down_bias" in seen:
-            y = y + seen["down_bias"]
-        pressure = a.mean(dtype=torch.float32).square() / ((a * a).mean(dtype=torch.float32) + 1e-12)
-        return FfnOutput(y, pressure, (a.detach() > 0).mean(dtype=torch.float32))
+        return FfnOutput(*compiled(_sparse_pass, self.compiled)(self.activation, self._seen, x))
 
 
-def read_ffn(
-    base: BaseModel,
-    i_layer: int,
-    activation: str,
-    row_types: Mapping[str, GGMLQuantizationType],
-    *,
-    device: str,
-    dtype: torch.dtype,
-    n_threads: int,
-) -> SparseFfn:
+def _sparse_pass(
+    activation: str, weights: Mapping[str, torch.Tensor], x: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """SparseFfn's pass: y, pressure, density."""
+    up = F.linear(x, weights["up"], weights.get("up_bias"))
+    gate = F.linear(x, weights["gate"], weights.get("gate_bias")) if "gate" in weights else None
+    a, product = activate(activation, gate, up)
+    y = product @ weights["down"]
+    if "down_bias" in weights:
+        y = y + weights["down_bias"]
+    exact = a.float()
+    pressure = exact.mean().square() / (exact.square().mean() + 1e-12)
+    return y, pressure, (exact.detach() > 0).float().mean()
+
+
+def read_ffn(graph: Graph, i_layer: int, activation: str, row_types: Mapping[str, GGMLQuantizationType]) -> SparseFfn:
     """A model's own FFN as the start of a sparse one.
 
     Args:
-        base: the model.
+        graph: the model.
         i_layer: a layer whose FFN has separate matrices.
         activation: of the sparse one.
         row_types: `gate`, `up`, `down` -> the type that rows are rounded to.
-        device: `cpu` or `cuda`.
-        dtype: of matrix products.
-        n_threads: that decode and round rows.
 
     Returns:
         The block.
     """
-    weights = {}
+    base, weights = graph.base, {}
     for name, tensor in base.ffn(i_layer).items():
         raw = base.raw(tensor.name).reshape(tensor.rows_shape[0], -1)
-        rows = torch.from_numpy(dequantize_rows(raw, tensor.type.name, n_threads=n_threads))
-        weights[name] = (rows.T if name == "down" else rows).contiguous().to(device)
+        rows = torch.from_numpy(dequantize_rows(raw, tensor.type.name, n_threads=graph.n_threads))
+        weights[name] = (rows.T if name == "down" else rows).contiguous().to(graph.device)
         bias = BASE_TENSORS[f"base_{name}"].replace("weight", "bias") % i_layer
         if bias in base.tensors:
-            weights[f"{name}_bias"] = torch.from_numpy(base.rows_f32(bias).reshape(-1).copy()).to(device)
-    return SparseFfn(activation, weights, row_types, dtype=dtype, n_threads=n_threads)
+            weights[f"{name}_bias"] = torch.from_numpy(base.rows_f32(bias).reshape(-1).copy()).to(graph.device)
+    return SparseFfn(activation, weights, row_types, graph)

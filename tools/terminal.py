@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 # (what, how many) -> a context that gives a function to call once per step; step(text) says how far things are
 Steps = Callable[[str, int], AbstractContextManager[Callable[..., None]]]
@@ -70,3 +72,21 @@ def note_once() -> Callable[[str], None]:
             logging.getLogger("powerinfer_py").warning("%s", text)
 
     return note
+
+
+@contextmanager
+def interruptible() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C and SIGTERM end the run after the step in progress. Yields a function that says whether one came."""
+    stopped = []
+    handlers = {}
+
+    def stop(number: int, frame: Any) -> None:
+        stopped.append(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        handlers[number] = signal.signal(number, stop)
+    try:
+        yield lambda: bool(stopped)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)

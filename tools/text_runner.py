@@ -28,7 +28,66 @@ _NEVER = float(np.finfo(np.float32).tiny)
 _N_DECODED_TOKENS = 128  # decoded one by one for the bytes that decoding reads
 
 
-class Runner:
+class Vocabulary:
+    """A model's vocabulary, without its weights. Works in `with`.
+
+    Attributes:
+        vocab: llama.cpp's vocabulary.
+        n_ctx: tokens per window.
+        bos: the token that texts begin with; None where the vocabulary adds none.
+    """
+
+    def __init__(self, model: Path, *, n_ctx: int) -> None:
+        """Loads it.
+
+        Args:
+            model: a stock GGUF.
+            n_ctx: tokens per window.
+
+        Raises:
+            PlanError: it can't be loaded, or has no vocabulary.
+        """
+        params = llama_cpp.llama_model_default_params()
+        params.vocab_only = True
+        self._stack = ExitStack()
+        logging.getLogger("llama-cpp-python").setLevel(logging.ERROR)  # what upstream prints while it loads
+        loaded = llama_cpp.llama_model_load_from_file(os.fsencode(model), params)
+        if loaded is None:
+            raise PlanError(f"{model}: stock llama.cpp could not load it; expected a model; see its messages above.")
+        self._stack.callback(llama_cpp.llama_model_free, loaded)
+        self._set_vocabulary(model, loaded, n_ctx)
+
+    def _set_vocabulary(self, model: Path, loaded: Any, n_ctx: int) -> None:
+        self.n_ctx = n_ctx
+        self.vocab = llama_cpp.llama_model_get_vocab(loaded)
+        if llama_cpp.llama_vocab_type(self.vocab) == llama_cpp.LLAMA_VOCAB_TYPE_NONE:
+            raise PlanError(f"{model}: it has no vocabulary; expected one, to read text; use a model with a tokenizer.")
+        has_bos = llama_cpp.llama_vocab_get_add_bos(self.vocab)
+        self.bos = llama_cpp.llama_vocab_bos(self.vocab) if has_bos else None
+
+    def __enter__(self) -> Vocabulary:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Frees all of it. Twice is fine."""
+        self._stack.close()
+
+    def tokenize(self, text: str, special: bool) -> np.ndarray:
+        """Tokens of a text, without BOS: (n,) int32."""
+        data = text.encode("utf-8")
+        n_max = len(data) + 16
+        tokens = np.empty(n_max, np.int32)
+        out = tokens.ctypes.data_as(ctypes.POINTER(llama_cpp.llama_token))
+        n = llama_cpp.llama_tokenize(self.vocab, data, len(data), out, n_max, False, special)
+        if n < 0:
+            raise FormatError(f"text: {len(data)} bytes make more than {n_max} tokens; expected at most one per byte.")
+        return tokens[:n].copy()
+
+
+class Runner(Vocabulary):
     """A model whose FFNs the device computes, run over windows of tokens. Works in `with`.
 
     Attributes:
@@ -104,9 +163,7 @@ class Runner:
                     f"{model}: stock llama.cpp could not load it; expected a model; see its messages above."
                 )
         stack.callback(llama_cpp.llama_model_free, self._model)
-        self.vocab = llama_cpp.llama_model_get_vocab(self._model)
-        if llama_cpp.llama_vocab_type(self.vocab) == llama_cpp.LLAMA_VOCAB_TYPE_NONE:
-            raise PlanError(f"{model}: it has no vocabulary; expected one, to read text; use a model with a tokenizer.")
+        self._set_vocabulary(model, self._model, self.n_ctx)
         n_ctx_train = llama_cpp.llama_model_n_ctx_train(self._model)
         if self.n_ctx > n_ctx_train:
             raise OptionError(f"ctx: {self.n_ctx}; the model was trained with {n_ctx_train}; pass a smaller -c.")
@@ -124,29 +181,9 @@ class Runner:
         self._batch = llama_cpp.llama_batch_init(self.n_ctx, 0, 1)
         stack.callback(llama_cpp.llama_batch_free, self._batch)
         self.n_vocab = llama_cpp.llama_vocab_n_tokens(self.vocab)
-        has_bos = llama_cpp.llama_vocab_get_add_bos(self.vocab)
-        self.bos = llama_cpp.llama_vocab_bos(self.vocab) if has_bos else None
 
     def __enter__(self) -> Runner:
         return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Frees context, model and plan. Twice is fine."""
-        self._stack.close()
-
-    def tokenize(self, text: str, special: bool) -> np.ndarray:
-        """Tokens of a text, without BOS: (n,) int32."""
-        data = text.encode("utf-8")
-        n_max = len(data) + 16
-        tokens = np.empty(n_max, np.int32)
-        out = tokens.ctypes.data_as(ctypes.POINTER(llama_cpp.llama_token))
-        n = llama_cpp.llama_tokenize(self.vocab, data, len(data), out, n_max, False, special)
-        if n < 0:
-            raise FormatError(f"text: {len(data)} bytes make more than {n_max} tokens; expected at most one per byte.")
-        return tokens[:n].copy()
 
     def decode(self, tokens: np.ndarray, n_past: int = 0, i_first: int = 0) -> np.ndarray:
         """Runs tokens.

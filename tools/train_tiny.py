@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ from powerinfer_py.errors import OptionError, PowerInferError
 from powerinfer_py.format import atomic_path
 
 from .arguments import need_packages
+from .terminal import interruptible
 
 _SEPARATOR = "\f"  # between documents of a text file
 _HELD_OUT_ONE_IN = 50  # documents, by checksum: the same text always falls on the same side
@@ -32,9 +31,6 @@ _N_WARMUP_STEPS = 200
 _RAMP = (0.02, 0.4)  # of the run: between these the wished density falls to its aim
 _START_DENSITY = 0.5
 _CONTROL_RATE = 0.01  # per step: how fast a layer's pressure follows its distance from the wished density
-_LEAST_PRESSURE = 0.02  # size that the control takes a smaller pressure for, so that it passes 0
-# Below 0 where a layer is sparser than wished: left alone, layers fell to 3 % at once, a sixth of their neurons for good.
-_PRESSURE_LIMITS = (-0.3, 3.0)
 _RANK_RAMP = 0.2  # of the run: the pull on the gates' tail reaches its full strength here
 _N_LOGS_PER_CHECK = 6  # log entries per measurement on held-out text
 _N_STEPS_PER_BASIS = 10  # steps between two looks for the gates' leading directions
@@ -354,6 +350,8 @@ class Trainer:
         import torch
         from torch.nn import functional as F
 
+        from .sparse_ffn import steered_weight
+
         options, state = self.options, self.state
         progress = self.progress()
         lr = learning_rate(state.step, progress, options.lr)
@@ -376,9 +374,7 @@ class Trainer:
             self.pull.apply(min(0.5, options.gate_pull * lr * min(1.0, progress / _RANK_RAMP)))
         wished = wished_density(progress, options.density)
         for i, found in enumerate(output.density.tolist()):
-            distance = min(1.0, found / wished - 1.0)
-            pressure = state.pressure[i] + _CONTROL_RATE * distance * max(_LEAST_PRESSURE, abs(state.pressure[i]))
-            state.pressure[i] = min(_PRESSURE_LIMITS[1], max(_PRESSURE_LIMITS[0], pressure))
+            state.pressure[i] = steered_weight(state.pressure[i], found, wished, _CONTROL_RATE)
         state.step += 1
         return float(loss.detach())
 
@@ -544,24 +540,6 @@ def prepare(options: TrainOptions) -> tuple[np.ndarray, np.ndarray]:
         with atomic_path(target) as path, path.open("wb") as file:
             np.save(file, found)
     return tokens
-
-
-@contextmanager
-def interruptible() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C and SIGTERM end the run after the step in progress. Yields a function that says whether one came."""
-    stopped = []
-    handlers = {}
-
-    def stop(number: int, frame: Any) -> None:
-        stopped.append(number)
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        handlers[number] = signal.signal(number, stop)
-    try:
-        yield lambda: bool(stopped)
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
 
 
 def train_tiny(options: TrainOptions, report: Callable[[Trainer, dict[str, Any] | None], None]) -> Trainer:

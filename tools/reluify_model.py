@@ -1,0 +1,681 @@
+"""`powerinfer reluify`: a model's activation becomes one with exact zeros, and its feed-forward blocks learn to live with it.
+
+Distillation on the user's own machine and text: the model is its own teacher, only feed-forward weights change.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import hashlib
+import math
+import platform
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from gguf import GGMLQuantizationType
+
+from powerinfer_py import _core
+from powerinfer_py.bench_machine import available_memory_bytes
+from powerinfer_py.errors import OptionError
+from powerinfer_py.format import (
+    SIDECAR_SUFFIX,
+    BaseModel,
+    Plan,
+    derived_row_type,
+    find_sidecar,
+    is_extended,
+    read_plan,
+)
+from powerinfer_py.hub import add_hub_arguments, resolve_checkpoint, resolve_model
+
+from . import arguments
+from .mlp_predictor import find_device
+from .quantize_base import FILE_TYPES
+from .rewrite_gguf import TensorSource, string_entry, u32_entry, write_changed
+from .row_types import quantize_rows, row_type_id
+from .terminal import Steps, interruptible, note_once, progress_steps
+from .text_runner import Runner, Vocabulary, text_windows
+
+if TYPE_CHECKING:
+    import torch
+
+    from .reluify_run import Run
+
+ACTIVATIONS = ("relu", "drelu", "relu_sqr")
+_MIN_WINDOWS = 8
+_HELD_OUT_SHARE, _MAX_HELD_OUT = 1 / 32, 16
+_MEMORY_SHARE = 0.7  # of what is free, without --memory
+_LEAST_FINISHING_SECONDS = 10.0
+_WRITTEN_BYTES_PER_SECOND = 50e6
+_FINISHING_FACTOR = 2.0  # profile and checks against the speed of the forward pass in torch
+
+
+@dataclass(frozen=True)
+class ReluifyOptions:
+    """Options of a run, with their defaults."""
+
+    model: Path  # a GGUF, or a Hugging Face folder
+    text: tuple[Path, ...]
+    out: Path
+    check: tuple[Path, ...] = ()  # other text to measure on at the end
+    activation: str = "relu"
+    density: float = 0.15
+    hours: float = 2.0  # of all, over all stops
+    steps: int | None = None  # of each group of layers, instead of hours
+    qat: str | None = (
+        None  # type that rows are rounded to while they learn, and in the output; None: those of the model
+    )
+    tokens: int = 4_000_000  # of the text, at most
+    ctx: int = 512  # tokens per window
+    batch: int = 4  # windows per step
+    lr: float = 5e-4
+    end_to_end_lr: float = 3e-4
+    special: bool = False  # the text holds special tokens
+    memory: float | None = None  # GiB; None: most of what is free
+    device: str = "auto"
+    dtype: str = "auto"  # of matrix products
+    compile: bool = False  # blocks, by torch
+    threads: int | None = None  # None: physical cores allowed
+    seed: int = 0
+    plot: Path | None = None
+    resume: bool = False
+    keep: bool = False  # the run's folder
+    strict: bool = False
+
+    @property
+    def plan(self) -> Path:
+        """The output's sidecar."""
+        return self.out.with_name(self.out.name.removesuffix(".gguf") + SIDECAR_SUFFIX)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Perplexity on one text, of the files as llama.cpp runs them.
+
+    Attributes:
+        name: of the text.
+        teacher, student: of the model, and of what became of it.
+    """
+
+    name: str
+    teacher: float
+    student: float
+
+
+@dataclass(frozen=True)
+class Reluified:
+    """A finished run.
+
+    Attributes:
+        plan: as written.
+        density: mean over layers and profiled tokens.
+        measured: on held-out windows of the text, then on every `check` file.
+        log: one entry per check.
+        seconds: that all took, over all stops.
+    """
+
+    plan: Plan
+    density: float
+    measured: list[Measured]
+    log: list[dict[str, Any]]
+    seconds: float
+
+
+# ---- The whole -----------------------------------------------------------------------------------------------------
+
+
+def reluify(
+    options: ReluifyOptions,
+    steps: Steps,
+    report: Callable[[Run, dict[str, Any] | None], None],
+    note: Callable[[str], None],
+) -> Reluified:
+    """Trains, writes the model and its plan.
+
+    Args:
+        options: what to do.
+        steps: progress of everything but the training.
+        report: called after each step of the training, with an entry of its log where one was made.
+        note: receives every note once.
+
+    Returns:
+        The finished run.
+
+    Raises:
+        FormatError: a file can't be used.
+        PlanError: the model can't.
+        OptionError: an option can't be used, or a package is missing.
+        KeyboardInterrupt: it was stopped; what was reached is kept in the run's folder.
+    """
+    import torch
+
+    from .reluify_run import Run, run_folder
+    from .reluify_state import RunFolder
+    from .torch_graph import Graph
+
+    began = time.monotonic()
+    _keep_freed_memory()
+    n_threads = options.threads or _core.physical_cores()
+    torch.set_num_threads(n_threads)
+    device = find_device(options.device)
+    dtype = _dtype(options.dtype, device)
+    folder = RunFolder(run_folder(options.out), {})
+    model, activation = _teacher(options, folder.path, steps, note)
+    base = BaseModel(model)
+    windows, held_out, corpus = _windows(options, model, note)
+    folder.identity = _identity(options, base, windows, str(dtype))
+    resumed = folder.open(resume=options.resume)
+    if options.resume and not resumed:
+        note(f"{folder.path}: there is nothing to resume; starting at the beginning.")
+    row_types = _row_types(base, options, note)
+    groups, keep = _groups(options, base, device, dtype, len(windows), note)
+    graph = Graph(base, device=device, dtype=dtype, keep=keep, compiled=options.compile, n_threads=n_threads)
+    graph.activation = activation
+    run = Run(graph, windows, held_out, _run_options(options, row_types, groups), folder, resume=resumed, began=began)
+    with interruptible() as stopped:
+        run.measure_teacher()
+        if options.steps is None:
+            run.options = replace(run.options, seconds=_training_seconds(options, base, run))
+        done = run.train(lambda entry: report(run, entry), stopped)
+    if not done:
+        note(f"stopped; what was reached is kept in {folder.path}; the same command with --resume goes on.")
+        raise KeyboardInterrupt
+    log = run.state.log
+    plan = _write(options, base, activation, run, windows, steps, note)
+    measured = _measure(options, model, held_out, steps, note)
+    seconds = run.seconds()
+    if options.plot is not None:
+        from .plot_reluify import write_plot
+
+        write_plot(options.plot, log, run.state.teacher_perplexity, options.density, options.out.name)
+    if not options.keep:
+        folder.remove()
+    covered = [layer for layer in plan.layers if layer.n_ff]
+    density = float(np.average([layer.profile_density for layer in covered], weights=[layer.n_ff for layer in covered]))
+    return Reluified(replace(plan, corpus=corpus), density, measured, log, seconds)
+
+
+def _keep_freed_memory() -> None:
+    """glibc gives large blocks back to the kernel at every step, which costs a third of the time: it shall keep them."""
+    if platform.libc_ver()[0] != "glibc":
+        return
+    mallopt = ctypes.CDLL(None).mallopt
+    m_trim_threshold, m_top_pad, m_mmap_max = -1, -2, -4  # of malloc.h
+    for option, value in ((m_mmap_max, 0), (m_trim_threshold, (1 << 31) - 1), (m_top_pad, 1 << 28)):
+        mallopt(option, value)
+
+
+def _dtype(name: str, device: str) -> torch.dtype:
+    """The type of matrix products: bfloat16 where the processor multiplies it."""
+    import torch
+
+    if name == "auto":
+        fast = torch.cuda.is_bf16_supported() if device == "cuda" else torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        name = "bf16" if fast else "f32"
+    return {"bf16": torch.bfloat16, "f32": torch.float32}[name]
+
+
+def _teacher(options: ReluifyOptions, folder: Path, steps: Steps, note: Callable[[str], None]) -> tuple[Path, str]:
+    """The model as GGUF, and the activation of its weights."""
+    from powerinfer_py.format import bare_plan
+
+    model = options.model
+    if model.is_dir():
+        from .convert_hf_to_powerinfer_gguf import ConvertOptions, convert
+
+        teacher = folder.with_name(folder.name + "-teacher.gguf")
+        plan = teacher.with_name(teacher.name.removesuffix(".gguf") + SIDECAR_SUFFIX)
+        if not (options.resume and teacher.exists() and plan.exists()):
+            convert(ConvertOptions(model=model, outfile=plan, sidecar=True, threads=options.threads), steps, note)
+        model = teacher
+    sidecar = model if is_extended(model) else find_sidecar(model)
+    if sidecar is None:
+        return model, bare_plan(model).activation
+    plan = read_plan(sidecar)
+    if plan.is_embedded:
+        raise OptionError(
+            f"{model}: the model is embedded in its plan; expected a GGUF beside its plan; extract it, or give the original model."
+        )
+    if any(layer.activation_param for layer in plan.layers):
+        raise OptionError(
+            f"{sidecar}: its activation has a cut (FATReLU); expected one without; it is sparse already: use it as it is."
+        )
+    return plan.open_base(None if model == sidecar else model).path, plan.activation
+
+
+def _windows(options: ReluifyOptions, model: Path, note: Callable[[str], None]) -> tuple[np.ndarray, np.ndarray, str]:
+    """Windows to train on, held-out ones, and what the text is."""
+    with Vocabulary(model, n_ctx=options.ctx) as vocabulary:
+        windows, corpus = text_windows(
+            vocabulary, options.text, options.tokens, n_needed=_MIN_WINDOWS, special=options.special, note=note
+        )
+        if vocabulary.bos is not None:
+            windows[:, 0] = vocabulary.bos
+    n_held_out = min(_MAX_HELD_OUT, max(2, round(_HELD_OUT_SHARE * len(windows))))
+    order = np.random.default_rng(options.seed).permutation(len(windows))
+    return windows[order[n_held_out:]], windows[order[:n_held_out]], corpus
+
+
+def _identity(options: ReluifyOptions, base: BaseModel, windows: np.ndarray, dtype: str) -> dict[str, Any]:
+    """What a state must agree with to be of use."""
+    digests = "".join(base.digest(i) for i in range(base.n_layer))
+    return {
+        "model": hashlib.sha256(digests.encode()).hexdigest()[:16],
+        "text": hashlib.sha256(windows.tobytes()).hexdigest()[:16],
+        "activation": options.activation,
+        "density": options.density,
+        "qat": options.qat or "none",
+        "batch": options.batch,
+        "ctx": options.ctx,
+        "seed": options.seed,
+        "memory": options.memory or 0.0,
+        "dtype": dtype,
+    }
+
+
+def _row_types(
+    base: BaseModel, options: ReluifyOptions, note: Callable[[str], None]
+) -> dict[str, GGMLQuantizationType]:
+    """Types that rows are rounded to while they learn: none without --qat."""
+    if options.qat is None:
+        return {}
+    found = {name: derived_row_type(row_type_id(options.qat), base.n_embd) for name in base.ffn(0)}
+    if found["up"] != row_type_id(options.qat):
+        note(f"qat: rows of {base.n_embd} values can't be {options.qat}; they are {found['up'].name.lower()}.")
+    return found
+
+
+def _groups(
+    options: ReluifyOptions,
+    base: BaseModel,
+    device: str,
+    dtype: torch.dtype,
+    n_windows: int,
+    note: Callable[[str], None],
+) -> tuple[list[range], bool]:
+    """Groups of layers that fit into memory, and whether the teacher's matrices stay there, decoded."""
+    import torch
+
+    from .reluify_run import hidden_bytes, layer_groups
+
+    if options.memory is not None:
+        limit = options.memory * 2**30
+    elif device == "cuda":
+        limit = _MEMORY_SHARE * torch.cuda.mem_get_info()[0]
+    else:
+        limit = _MEMORY_SHARE * available_memory_bytes()
+    item = dtype.itemsize
+    n_ffn = max(sum(math.prod(tensor.ne) for tensor in base.ffn(i).values()) for i in range(base.n_layer))
+    n_all = sum(math.prod(base.tensor(name).ne) for name in base.tensors)
+    layer_bytes = n_ffn * (16 + 2 * item)  # weight, gradient and Adam's two; copy and its gradient
+    n_ff = base.ffn(0)["down"].ne[0]
+    token_bytes = 40 * base.n_embd + 6 * item * n_ff  # what a layer's backward pass needs of a token
+    n_tokens = options.batch * options.ctx
+    n_vocab = base.tensor("token_embd.weight").rows_shape[0]
+    fixed = 12 * n_vocab * 512 + 2 * item * n_vocab * base.n_embd
+    whole = fixed + base.n_layer * layer_bytes + n_all * item + n_tokens * base.n_layer * token_bytes
+    if whole <= limit:
+        return [range(base.n_layer)], True
+    n_per_group = int((limit - fixed - n_tokens * token_bytes - n_ffn * item) // layer_bytes)
+    if n_per_group < 1:
+        raise OptionError(
+            f"memory: {limit / 2**30:.1f} GiB; one layer needs {(fixed + n_tokens * token_bytes + layer_bytes + n_ffn * item) / 2**30:.1f} GiB; "
+            "pass a larger --memory, or a smaller --batch or --ctx."
+        )
+    groups = layer_groups(base.n_layer, n_per_group)
+    text = (
+        f"memory: all layers at once and the end-to-end stage need {whole / 2**30:.1f} GiB, {limit / 2**30:.1f} GiB may be used: "
+        f"{len(groups)} groups of layers are trained locally, one after the other, with "
+        f"{hidden_bytes(n_windows, options.ctx, base.n_embd) / 1e9:.1f} GB of hidden states on disk (fewer --tokens: less); "
+        "for the end-to-end stage pass a larger --memory."
+    )
+    if options.strict:
+        raise OptionError(f"{text} --strict refuses that; leave it out to go on.")
+    note(text)
+    return groups, False
+
+
+def _run_options(options: ReluifyOptions, row_types: dict[str, GGMLQuantizationType], groups: list[range]) -> Any:
+    from .reluify_run import RunOptions
+
+    return RunOptions(
+        activation=options.activation,
+        density=options.density,
+        row_types=row_types,
+        groups=groups,
+        batch=options.batch,
+        seconds=None,
+        n_steps=options.steps,
+        lr=options.lr,
+        end_to_end_lr=options.end_to_end_lr,
+        seed=options.seed,
+    )
+
+
+def _training_seconds(options: ReluifyOptions, base: BaseModel, run: Run) -> float:
+    """Of --hours what the training may take: the rest is for the output, its profile and the checks."""
+    n_bytes = sum(base.tensor(name).n_bytes for name in base.tensors)
+    n_windows = len(run.held_out) * (2 + 2 * len(options.check)) + _profile_windows(options, len(run.windows))
+    finishing = _FINISHING_FACTOR * n_windows * run.window_seconds + n_bytes / _WRITTEN_BYTES_PER_SECOND
+    seconds = options.hours * 3600.0 - max(finishing, _LEAST_FINISHING_SECONDS)
+    if seconds < finishing:
+        raise OptionError(
+            f"hours: {options.hours:g}; writing and measuring the result takes {finishing / 3600:.2f} alone; expected several times that; "
+            "pass more --hours."
+        )
+    return seconds
+
+
+def _profile_windows(options: ReluifyOptions, n_windows: int) -> int:
+    from .profile_activations import ProfileOptions
+
+    return max(1, min(ProfileOptions.tokens // options.ctx, n_windows))
+
+
+# ---- Outputs -------------------------------------------------------------------------------------------------------
+
+
+def _write(
+    options: ReluifyOptions,
+    base: BaseModel,
+    teacher_activation: str,
+    run: Run,
+    windows: np.ndarray,
+    steps: Steps,
+    note: Callable[[str], None],
+) -> Plan:
+    """The model and its plan, complete before either gets its name."""
+    from .profile_activations import ProfileOptions, make_profile
+
+    n_threads = run.graph.n_threads
+    out = options.out
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", suffix=".tmp", dir=out.parent) as temporary:
+        model, plan_path = Path(temporary) / out.name, Path(temporary) / options.plan.name
+        with steps("writing", 100) as step:
+            write_model(base, model, run.folder.read_layer, options.activation, options.qat, n_threads, step)
+        profile = make_profile(
+            ProfileOptions(
+                model=model,
+                text=options.text,
+                out=plan_path,
+                activation=options.activation,
+                tokens=_profile_windows(options, len(windows)) * options.ctx,
+                ctx=options.ctx,
+                threads=options.threads,
+                special=options.special,
+                keeps_state=False,
+                down_type=options.qat,
+                down_rows=lambda i: run.folder.read_layer(i)["down"].numpy(),
+            ),
+            steps,
+            note,
+        )
+        plan_path.replace(options.plan)
+        model.replace(out)
+    return replace(profile.plan, path=options.plan)
+
+
+def write_model(
+    base: BaseModel,
+    path: Path,
+    read_layer: Callable[[int], dict[str, torch.Tensor]],
+    activation: str,
+    qat: str | None,
+    n_threads: int,
+    step: Callable[[], None],
+) -> None:
+    """Writes a model with other feed-forward weights; everything else is the model's, byte by byte.
+
+    Args:
+        base: the model.
+        path: the file; the caller renames it.
+        read_layer: layer -> `gate`, `up`, `down` (n_ff, n_embd), neuron-major, and their biases.
+        activation: what the name says was done.
+        qat: type of the rows; None: those of the model.
+        n_threads: that round rows.
+        step: called 100 times.
+    """
+    from .convert_hf_to_powerinfer_gguf import percent
+
+    sources = []
+    for i in range(base.n_layer):
+        for name, tensor in base.ffn(i).items():
+            n_rows, n_values = tensor.rows_shape
+            row_type = tensor.type if qat is None else derived_row_type(row_type_id(qat), n_values)
+
+            def data(i: int = i, name: str = name, row_type: GGMLQuantizationType = row_type) -> np.ndarray:
+                values = read_layer(i)[name].numpy()
+                values = np.ascontiguousarray(values.T if name == "down" else values)
+                return quantize_rows(values, row_type.name, n_threads=n_threads).reshape(-1)
+
+            sources.append(TensorSource.matrix(tensor.name, row_type, n_rows, n_values, data))
+            bias = tensor.name.replace("weight", "bias")
+            if bias in base.tensors:
+                shape = base.tensor(bias)
+
+                def bias_data(i: int = i, name: str = name) -> np.ndarray:
+                    return read_layer(i)[f"{name}_bias"].numpy().reshape(-1).view(np.uint8)
+
+                sources.append(
+                    TensorSource(bias, GGMLQuantizationType.F32, shape.ne, 4 * math.prod(shape.ne), bias_data)
+                )
+    name = base.files[0].get("general.name") or base.path.stem
+    keys = {"general.name": string_entry("general.name", f"{name} {activation}")}
+    if qat in FILE_TYPES:
+        keys["general.file_type"] = u32_entry("general.file_type", int(FILE_TYPES[qat]))
+    write_changed(base, path, keys, sources, percent(step))
+
+
+def _measure(
+    options: ReluifyOptions, teacher: Path, held_out: np.ndarray, steps: Steps, note: Callable[[str], None]
+) -> list[Measured]:
+    """Perplexity of both files on held-out windows, and on the check files."""
+    texts = [("held-out windows of the text", held_out)]
+    teacher_plan = find_sidecar(teacher)
+    losses = []
+    for model, plan in ((teacher, teacher_plan), (options.out, options.plan)):
+        with Runner(
+            plan,
+            model,
+            n_ctx=options.ctx,
+            n_threads=options.threads,
+            sparsity="dense" if plan == teacher_plan else "exact",
+            note=lambda text: None,
+        ) as runner:
+            if len(texts) == 1:
+                texts += [
+                    (
+                        path.name,
+                        text_windows(runner, [path], held_out.size, n_needed=1, special=options.special, note=note)[0],
+                    )
+                    for path in options.check
+                ]
+            with steps("measuring", sum(len(windows) for _, windows in texts)) as step:
+                found = []
+                for _, windows in texts:
+                    likelihoods = []
+                    for window in windows:
+                        likelihoods.append(runner.likelihood(window))
+                        step()
+                    found.append(math.exp(sum(likelihoods) / len(likelihoods)))
+                losses.append(found)
+    return [Measured(name, a, b) for (name, _), a, b in zip(texts, *losses)]
+
+
+# ---- Command line --------------------------------------------------------------------------------------------------
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `powerinfer reluify`."""
+    defaults = {field.name: field.default for field in fields(ReluifyOptions)}
+    parser.add_argument("model", type=Path, nargs="?", metavar="MODEL", help="a GGUF, or a Hugging Face folder")
+    add_hub_arguments(parser)
+    parser.add_argument(
+        "--text",
+        type=Path,
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="plain text, UTF-8, of the kind the model is for",
+    )
+    parser.add_argument(
+        "-o", "--out", type=Path, required=True, metavar="OUT.gguf", help="the sparse model; its plan goes beside it"
+    )
+    parser.add_argument(
+        "--check", type=Path, nargs="+", default=[], metavar="FILE", help="other text to measure on at the end"
+    )
+    parser.add_argument(
+        "--activation", choices=ACTIVATIONS, default=defaults["activation"], help="(default: %(default)s)"
+    )
+    parser.add_argument(
+        "--density",
+        type=arguments.share,
+        default=defaults["density"],
+        metavar="SHARE",
+        help="active neurons to aim at in each layer (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--hours", type=float, default=defaults["hours"], help="to take in all, over all stops (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--steps", type=arguments.count_of, help="train so many steps instead (of each group of layers)"
+    )
+    parser.add_argument(
+        "--qat",
+        type=str.lower,
+        metavar="TYPE",
+        help="quantization-aware: rows are rounded to this type while they learn (default: not; the output has the model's types)",
+    )
+    parser.add_argument(
+        "--tokens",
+        type=arguments.count_of,
+        default=defaults["tokens"],
+        help="of the text, at most (default: %(default)s)",
+    )
+    parser.add_argument(
+        "-c", "--ctx", type=int, default=defaults["ctx"], help="tokens per window (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--batch", type=arguments.count_of, default=defaults["batch"], help="windows per step (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--lr", type=float, default=defaults["lr"], help="peak learning rate of the local stages (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--end-to-end-lr",
+        type=float,
+        default=defaults["end_to_end_lr"],
+        help="of the last stage (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--special", action="store_true", help="the text holds the model's special tokens, e.g. of its chat template"
+    )
+    parser.add_argument(
+        "--memory",
+        type=float,
+        metavar="GIB",
+        help="to use at most; a large model's layers are trained in groups (default: most of what is free)",
+    )
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default=defaults["device"], help="(default: %(default)s)"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("auto", "f32", "bf16"),
+        default=defaults["dtype"],
+        help="of matrix products (default: %(default)s: bf16 where it is fast)",
+    )
+    parser.add_argument(
+        "--compile",
+        action="store_true",
+        help="compile blocks (torch.compile): up to twice as fast, after a minute or two; needs a C++ compiler",
+    )
+    parser.add_argument("-t", "--threads", type=arguments.count_of, help="default: physical cores allowed")
+    parser.add_argument("--seed", type=int, default=defaults["seed"], help="(default: %(default)s)")
+    parser.add_argument(
+        "--plot", type=Path, metavar="OUT.png", help="picture of perplexity and density (default: beside the model)"
+    )
+    parser.add_argument("--no-plot", action="store_true", help="no picture")
+    parser.add_argument("--resume", action="store_true", help="go on where a stopped run ended")
+    parser.add_argument("--keep", action="store_true", help="keep the run's folder: float weights, log")
+    parser.add_argument("--strict", action="store_true", help="a fallback is an error instead of a note")
+
+
+def _options(args: argparse.Namespace) -> ReluifyOptions:
+    """The options of a command line, checked."""
+    arguments.need_packages("reluify", "train", "torch")
+    arguments.check_run(args)
+    out = args.out
+    if not out.name.endswith(".gguf") or out.name.endswith(SIDECAR_SUFFIX):
+        raise OptionError(f"out: {out}; expected a name that ends in .gguf, for a stock GGUF; rename it.")
+    if not out.parent.is_dir():
+        raise OptionError(f"out: {out.parent} isn't a folder; expected one; make it first.")
+    if args.qat:
+        row_type_id(args.qat)
+    for name in ("hours", "lr", "end_to_end_lr", "memory"):
+        value = getattr(args, name)
+        if value is not None and not 0 < value < math.inf:
+            raise OptionError(f"{name.replace('_', '-')}: {value}; expected more than 0; pass another number.")
+    is_folder = args.model is not None and args.model.is_dir()
+    model = Path(resolve_checkpoint(args) if is_folder else resolve_model(args))
+    if model.resolve() == out.resolve():
+        raise OptionError(f"out: {out} is the model itself; expected another file; pass another -o.")
+    plot = None if args.no_plot else args.plot or out.with_suffix(".png")
+    if plot is not None:
+        arguments.need_packages("plot", "plot", "matplotlib", otherwise=" or pass --no-plot")
+    values = {field.name: getattr(args, field.name) for field in fields(ReluifyOptions)}
+    return ReluifyOptions(
+        **{**values, "model": model, "text": tuple(args.text), "check": tuple(args.check), "plot": plot}
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """`powerinfer reluify`: progress to stderr, a line per check and the result to stdout.
+
+    Args:
+        args: the parsed command line.
+
+    Returns:
+        The exit code.
+    """
+    options = _options(args)
+    note = note_once()
+    with progress_steps() as steps, steps("training", 1000) as step:
+        n_told = 0
+
+        def report(run: Run, entry: dict[str, Any] | None) -> None:
+            nonlocal n_told
+            while n_told < int(1000 * run.progress()):
+                n_told += 1
+                step()
+            if entry is not None:
+                print(log_line(entry, run.state.teacher_perplexity), flush=True)
+
+        result = reluify(options, steps, report, note)
+    print(
+        f"{options.out}: {options.out.stat().st_size / 1e6:.1f} MB, {options.activation}, density {result.density:.3f}; plan: {options.plan}"
+    )
+    for found in result.measured:
+        print(
+            f"perplexity, {found.name}: {found.teacher:.3f} -> {found.student:.3f} ({found.student / found.teacher:.3f} x)"
+        )
+    print(f"{result.seconds / 3600:.2f} hours. Next: powerinfer train {options.out}, powerinfer run {options.out}.")
+    if options.plot is not None:
+        print(f"picture: {options.plot}")
+    return 0
+
+
+def log_line(entry: dict[str, Any], teacher_perplexity: float) -> str:
+    """One check of a training, as a line."""
+    seconds, densities = round(entry["seconds"]), entry["density"]
+    return (
+        f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02} {entry['stage']:<10} {entry['tokens'] / 1e6:6.3f} M tokens, "
+        f"loss {entry['loss']:.4f}, perplexity {entry['perplexity']:.3f} ({entry['perplexity'] / teacher_perplexity:.3f} x), "
+        f"density {sum(densities) / len(densities):.3f} ({min(densities):.3f} to {max(densities):.3f}; wished {entry['wished_density']:.3f})"
+    )
