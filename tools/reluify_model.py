@@ -168,7 +168,7 @@ def reluify(
     folder = RunFolder(run_folder(options.out), {})
     model, activation = _teacher(options, folder.path, steps, note)
     base = BaseModel(model)
-    windows, held_out, corpus = _windows(options, model, note)
+    windows, held_out = _windows(options, model, note)
     folder.identity = _identity(options, base, windows, str(dtype))
     resumed = folder.open(resume=options.resume)
     if options.resume and not resumed:
@@ -198,7 +198,7 @@ def reluify(
         folder.remove()
     covered = [layer for layer in plan.layers if layer.n_ff]
     density = float(np.average([layer.profile_density for layer in covered], weights=[layer.n_ff for layer in covered]))
-    return Reluified(replace(plan, corpus=corpus), density, measured, log, seconds)
+    return Reluified(plan, density, measured, log, seconds)
 
 
 def _keep_freed_memory() -> None:
@@ -249,17 +249,17 @@ def _teacher(options: ReluifyOptions, folder: Path, steps: Steps, note: Callable
     return plan.open_base(None if model == sidecar else model).path, plan.activation
 
 
-def _windows(options: ReluifyOptions, model: Path, note: Callable[[str], None]) -> tuple[np.ndarray, np.ndarray, str]:
-    """Windows to train on, held-out ones, and what the text is."""
+def _windows(options: ReluifyOptions, model: Path, note: Callable[[str], None]) -> tuple[np.ndarray, np.ndarray]:
+    """Windows to train on, and held-out ones."""
     with Vocabulary(model, n_ctx=options.ctx) as vocabulary:
-        windows, corpus = text_windows(
+        windows, _ = text_windows(
             vocabulary, options.text, options.tokens, n_needed=_MIN_WINDOWS, special=options.special, note=note
         )
         if vocabulary.bos is not None:
             windows[:, 0] = vocabulary.bos
     n_held_out = min(_MAX_HELD_OUT, max(2, round(_HELD_OUT_SHARE * len(windows))))
     order = np.random.default_rng(options.seed).permutation(len(windows))
-    return windows[order[n_held_out:]], windows[order[:n_held_out]], corpus
+    return windows[order[n_held_out:]], windows[order[:n_held_out]]
 
 
 def _identity(options: ReluifyOptions, base: BaseModel, windows: np.ndarray, dtype: str) -> dict[str, Any]:
