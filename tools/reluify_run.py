@@ -102,7 +102,6 @@ class Run:
         self._saved = time.monotonic()
         self._began = began - self.state.seconds
         self.window_seconds = 0.0
-        self._start_density = max([options.density, *self.state.log[0]["density"]]) if self.state.log else 1.0
         if not self.finished:
             self._read_group()
             if resume:
@@ -150,7 +149,8 @@ class Run:
 
     def wished_density(self) -> float:
         """That layers are steered to now: falls geometrically, then stays."""
-        aim, start = self.options.density, self._start_density
+        aim = self.options.density
+        start = max(aim, self.state.start_density)
         share = min(1.0, max(0.0, (self.group_progress() - _RAMP[0]) / (_RAMP[1] - _RAMP[0])))
         return start * (aim / start) ** share
 
@@ -177,22 +177,21 @@ class Run:
             Whether it is done.
         """
         while not self.finished:
-            checked = 0.0
+            checked = self.progress()
             while self.group_progress() < 1.0:
                 if stopped():
                     self.save()
                     return False
-                result = self._step()
+                if time.monotonic() - self._saved > _SAVE_SECONDS:
+                    self.save()
+                stage, result = self._step()
                 self._tick()
                 entry = None
                 p = self.progress()
-                if self.state.step == 1 or int(p * _CHECKS) > int(checked * _CHECKS):
-                    entry = self._check(result)
+                if self.state.step == 1 or int(p * _CHECKS) > int(checked * _CHECKS) or self.group_progress() == 1.0:
+                    entry = self._check(stage, result)
                     checked = p
-                if time.monotonic() - self._saved > _SAVE_SECONDS:
-                    self.save()
                 report(entry)
-            report(self._check(result) if self.state.step else None)
             self._finish_group()
         return True
 
@@ -205,7 +204,8 @@ class Run:
         self.folder.save(self.state, self.distiller)
         self._saved = time.monotonic()
 
-    def _step(self) -> StepResult:
+    def _step(self) -> tuple[str, StepResult]:
+        """One step: its stage, and what it found."""
         state, options = self.state, self.options
         stage, blend, share = self.stage()
         picked = self._picked(state.step)
@@ -222,10 +222,10 @@ class Run:
                 )
             result = self.distiller.local_step(teacher, student, blend, wished, share * options.lr)
         if state.step == 0:
-            self._start_density = max(options.density, *result.densities)
+            state.start_density = max(result.densities)
         state.step += 1
         state.n_tokens += tokens.numel()
-        return result
+        return stage, result
 
     def _picked(self, step: int) -> np.ndarray:
         """Windows of a step, ascending; each epoch shuffles them anew."""
@@ -235,8 +235,8 @@ class Run:
             picked.append(np.random.default_rng((self.options.seed, epoch)).permutation(len(self.windows))[place])
         return np.sort(picked)
 
-    def _check(self, result: StepResult) -> dict[str, Any]:
-        """Measures the held-out text with the sparse blocks that there are."""
+    def _check(self, stage: str, result: StepResult) -> dict[str, Any]:
+        """Measures the held-out text with the sparse blocks that there are, after a step."""
         students = self._students(range(self.options.groups[self.state.i_group].stop))
         found = perplexity(self.graph, students, self.held_out, self.options.batch)
         self._tick()
@@ -245,7 +245,7 @@ class Run:
             "tokens": self.state.n_tokens,
             "group": self.state.i_group,
             "step": self.state.step,
-            "stage": self.stage()[0],
+            "stage": stage,
             "loss": result.loss,
             "errors": [round(error, 5) for error in result.errors],
             "density": [round(density, 4) for density in result.densities],
