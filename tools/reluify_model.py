@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     import torch
 
     from .reluify_run import Run
+    from .reluify_state import RunFolder
 
 ACTIVATIONS = ("relu", "drelu", "relu_sqr")
 _MIN_WINDOWS = 8
@@ -153,10 +154,29 @@ def reluify(
         OptionError: an option can't be used, or a package is missing.
         KeyboardInterrupt: it was stopped; what was reached is kept in the run's folder.
     """
+    from .reluify_run import run_folder
+    from .reluify_state import RunFolder
+
+    folder = RunFolder(run_folder(options.out), {})
+    try:
+        return _reluify(options, folder, steps, report, note)
+    finally:
+        if not folder.checkpoint.exists():  # done, or nothing to go on with
+            folder.remove()
+            for path in _teacher_files(folder.path):
+                path.unlink(missing_ok=True)
+
+
+def _reluify(
+    options: ReluifyOptions,
+    folder: RunFolder,
+    steps: Steps,
+    report: Callable[[Run, dict[str, Any] | None], None],
+    note: Callable[[str], None],
+) -> Reluified:
     import torch
 
-    from .reluify_run import Run, run_folder
-    from .reluify_state import RunFolder
+    from .reluify_run import Run
     from .torch_graph import Graph
 
     began = time.monotonic()
@@ -165,14 +185,16 @@ def reluify(
     torch.set_num_threads(n_threads)
     device = find_device(options.device)
     dtype = _dtype(options.dtype, device)
-    folder = RunFolder(run_folder(options.out), {})
     model, activation = _teacher(options, folder.path, steps, note)
     base = BaseModel(model)
     windows, held_out = _windows(options, model, note)
     folder.identity = _identity(options, base, windows, str(dtype))
+    exists = folder.checkpoint.exists()
     resumed = folder.open(resume=options.resume)
     if options.resume and not resumed:
         note(f"{folder.path}: there is nothing to resume; starting at the beginning.")
+    elif exists and not resumed:
+        note(f"{folder.path}: what an earlier run kept is replaced; --resume would have gone on with it.")
     row_types = _row_types(base, options, note)
     groups, keep = _groups(options, base, device, dtype, len(windows), note)
     graph = Graph(base, device=device, dtype=dtype, keep=keep, compiled=options.compile, n_threads=n_threads)
@@ -221,6 +243,12 @@ def _dtype(name: str, device: str) -> torch.dtype:
     return {"bf16": torch.bfloat16, "f32": torch.float32}[name]
 
 
+def _teacher_files(folder: Path) -> tuple[Path, Path]:
+    """Where a teacher that was a Hugging Face folder is kept, and its plan: beside the run's folder."""
+    teacher = folder.with_name(folder.name + "-teacher.gguf")
+    return teacher, teacher.with_name(folder.name + "-teacher" + SIDECAR_SUFFIX)
+
+
 def _teacher(options: ReluifyOptions, folder: Path, steps: Steps, note: Callable[[str], None]) -> tuple[Path, str]:
     """The model as GGUF, and the activation of its weights."""
     from powerinfer_py.format import bare_plan
@@ -229,8 +257,7 @@ def _teacher(options: ReluifyOptions, folder: Path, steps: Steps, note: Callable
     if model.is_dir():
         from .convert_hf_to_powerinfer_gguf import ConvertOptions, convert
 
-        teacher = folder.with_name(folder.name + "-teacher.gguf")
-        plan = teacher.with_name(teacher.name.removesuffix(".gguf") + SIDECAR_SUFFIX)
+        teacher, plan = _teacher_files(folder)
         if not (options.resume and teacher.exists() and plan.exists()):
             convert(ConvertOptions(model=model, outfile=plan, sidecar=True, threads=options.threads), steps, note)
         model = teacher
@@ -267,6 +294,7 @@ def _identity(options: ReluifyOptions, base: BaseModel, windows: np.ndarray, dty
     digests = "".join(base.digest(i) for i in range(base.n_layer))
     return {
         "model": hashlib.sha256(digests.encode()).hexdigest()[:16],
+        "folder": options.model.resolve().name if options.model.is_dir() else "none",
         "text": hashlib.sha256(windows.tobytes()).hexdigest()[:16],
         "activation": options.activation,
         "density": options.density,
@@ -395,7 +423,7 @@ def _write(
 
     n_threads = run.graph.n_threads
     out = options.out
-    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", suffix=".tmp", dir=out.parent) as temporary:
+    with tempfile.TemporaryDirectory(prefix="output-", dir=run.folder.path) as temporary:
         model, plan_path = Path(temporary) / out.name, Path(temporary) / options.plan.name
         with steps("writing", 100) as step:
             write_model(base, model, run.folder.read_layer, options.activation, options.qat, n_threads, step)

@@ -5,6 +5,7 @@ Every file is whole or not there; a state says which run it belongs to.
 
 from __future__ import annotations
 
+import re
 import shutil
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,6 +18,10 @@ from powerinfer_py.errors import OptionError
 from powerinfer_py.format import atomic_path
 
 from .distill import Distiller
+
+# What a run keeps in its folder, and what one that was killed left half written.
+_OWN_FILE = re.compile(r"checkpoint\.pt|layer-\d+\.pt|(teacher|student)-\d+\.npy")
+_HALF_WRITTEN = re.compile(rf"\.({_OWN_FILE.pattern})\.\d+\.tmp|output-\w+")
 
 
 @dataclass
@@ -62,7 +67,7 @@ class RunFolder:
         """Makes the folder, or takes up a stopped run.
 
         Args:
-            resume: a state is used, if there is one.
+            resume: a state is used, if there is one; otherwise it is replaced.
 
         Returns:
             Whether there is one that is used.
@@ -71,15 +76,11 @@ class RunFolder:
             OptionError: the folder holds something else, or the state is another run's.
         """
         exists = self.checkpoint.is_file()
-        if self.path.exists() and not exists and any(self.path.iterdir()):
+        if not all(_is_own(path) for path in self._files()):
             raise OptionError(
                 f"out: {self.path} holds other files; expected none there; move them, or pass another -o."
             )
-        if exists and not resume:
-            shutil.rmtree(self.path)
-            exists = False
-        self.path.mkdir(parents=True, exist_ok=True)
-        if exists:
+        if exists and resume:
             stored = torch.load(self.checkpoint, weights_only=True, mmap=True)["identity"]
             for name, value in self.identity.items():
                 if stored.get(name) != value:
@@ -87,7 +88,16 @@ class RunFolder:
                         f"resume: {self.checkpoint} was made with {name} {stored.get(name)}; this run has {value}; "
                         "give the same options, or leave --resume out."
                     )
-        return exists
+            for path in self._files():
+                if _HALF_WRITTEN.fullmatch(path.name):
+                    _delete(path)
+        else:
+            self.remove()
+        self.path.mkdir(parents=True, exist_ok=True)
+        return exists and resume
+
+    def _files(self) -> list[Path]:
+        return list(self.path.iterdir()) if self.path.exists() else []
 
     def save(self, state: RunState, distiller: Distiller | None) -> None:
         """Writes the state, and the weights that are being trained."""
@@ -134,5 +144,19 @@ class RunFolder:
         return np.load(self.hidden_path(whose, i_group), mmap_mode="r")
 
     def remove(self) -> None:
-        """Deletes all of it."""
-        shutil.rmtree(self.path)
+        """Deletes all of it; files that no run wrote stay."""
+        for path in filter(_is_own, self._files()):
+            _delete(path)
+        if self.path.exists() and not self._files():
+            self.path.rmdir()
+
+
+def _is_own(path: Path) -> bool:
+    return bool(_OWN_FILE.fullmatch(path.name) or _HALF_WRITTEN.fullmatch(path.name))
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
