@@ -204,7 +204,7 @@ def _reluify(
         run.measure_teacher()
         if options.steps is None:
             run.options = replace(run.options, seconds=_training_seconds(options, base, run))
-        done = run.train(lambda entry: report(run, entry), stopped)
+        done = run.train(lambda entry: report(run, entry), stopped) and not stopped()
     if not done:
         note(f"stopped; what was reached is kept in {folder.path}; the same command with --resume goes on.")
         raise KeyboardInterrupt
