@@ -292,3 +292,10 @@ def test_compiled_steps_equal_eager_ones(tiny_model: Callable[..., Path]) -> Non
     assert other[0].errors == pytest.approx(eager[0].errors, rel=1e-4) and other[0].densities == eager[0].densities
     for name, weight in eager[1].items():
         assert torch.allclose(other[1][name], weight, atol=1e-4), name
+
+
+def test_perplexity_of_a_broken_model_is_a_number(tiny_model: Callable[..., Path]) -> None:
+    trained = distiller(BaseModel(tiny_model(n_layer=2)))
+    trained.students[1].weights["down"].mul_(1e10)
+    trained.graph._logit_factor = 1e6
+    assert 1e300 < perplexity(trained.graph, trained.students, tokens(), 2) < float("inf")

@@ -26,6 +26,8 @@ _CONTROL_RATE = 0.03
 # Scale of a layer's pressure against the logits' divergence.
 _END_TO_END_SCALE = 0.1
 _HIDDEN_WEIGHT = 1.0
+# Nats; perplexity of more is no float.
+_MAX_LOSS = 700.0
 
 
 @dataclass
@@ -246,13 +248,13 @@ def perplexity(graph: Graph, students: Mapping[int, SparseFfn], windows: torch.T
         windows: (n, n_tok) int64.
         batch: windows at a time.
     """
-    for student in students.values():
-        student.begin(train=False)
-    losses = []
-    for first in range(0, len(windows), batch):
-        tokens = windows[first : first + batch].to(graph.device)
-        h = forward_layers(graph, students, range(graph.n_layer), graph.embed(tokens))
-        losses.append(negative_log_likelihood(graph, h, tokens) * len(tokens))
-    for student in students.values():
-        student.end()
-    return math.exp(sum(losses) / len(windows))
+    batches = [windows[first : first + batch].to(graph.device) for first in range(0, len(windows), batch)]
+    hidden = [graph.embed(tokens) for tokens in batches]
+    for i in range(graph.n_layer):  # one layer after the other: of a large model's, one fits into memory
+        if i in students:
+            students[i].begin(train=False)
+        hidden = [forward_layers(graph, students, [i], h) for h in hidden]
+        if i in students:
+            students[i].end()
+    losses = [negative_log_likelihood(graph, h, tokens) * len(tokens) for h, tokens in zip(hidden, batches)]
+    return math.exp(min(sum(losses) / len(windows), _MAX_LOSS))
