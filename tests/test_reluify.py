@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ import tiny_models
 import torch
 from test_convert import TOKENS, logits, stock_logits
 
+from powerinfer_py.errors import OptionError
 from powerinfer_py.format import BaseModel, read_plan
 from powerinfer_py.tools import reluify_model
 from powerinfer_py.tools.reluify_model import Reluified, ReluifyOptions
@@ -26,7 +28,9 @@ from powerinfer_py.tools.torch_graph import Graph
 # Of the largest logit: F32 throughout, but upstream's GELU is looked up in F16, and sums have another order.
 TOLERANCE = 1e-3
 N_CTX = 32
-WORDS = "the model reads a text and writes what it has seen before because every word follows from those it knows".split()
+WORDS = (
+    "the model reads a text and writes what it has seen before because every word follows from those it knows".split()
+)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +55,9 @@ def small(tmp_path: Path, text: Path, model: Path) -> ReluifyOptions:
 
 
 def small_run(model: Path, text: Path, out: Path, **changes: object) -> ReluifyOptions:
-    options = ReluifyOptions(model, (text,), out, steps=6, tokens=24 * N_CTX, ctx=N_CTX, batch=2, threads=1, dtype="f32")
+    options = ReluifyOptions(
+        model, (text,), out, steps=6, tokens=24 * N_CTX, ctx=N_CTX, batch=2, threads=1, dtype="f32"
+    )
     return replace(options, **changes)
 
 
@@ -69,7 +75,9 @@ class Seen:
         yield lambda text=None: None
 
 
-def reluify(options: ReluifyOptions, seen: Seen | None = None, each: Callable[[Any], object] | None = None) -> Reluified:
+def reluify(
+    options: ReluifyOptions, seen: Seen | None = None, each: Callable[[Any], object] | None = None
+) -> Reluified:
     """A run; each(run) is called after each of its steps."""
     seen = seen or Seen()
 
@@ -113,10 +121,14 @@ def divergence(teacher: torch.Tensor, student: torch.Tensor) -> float:
     ("family", "activation"),
     [("mistral-silu", "relu"), ("qwen2", "drelu"), ("gemma", "relu"), ("llama-silu", "relu_sqr"), ("opt", "relu_sqr")],
 )
-def test_any_family_learns_loads_and_equals_plain_torch(tmp_path: Path, text: Path, family: str, activation: str) -> None:
+def test_any_family_learns_loads_and_equals_plain_torch(
+    tmp_path: Path, text: Path, family: str, activation: str
+) -> None:
     config = {"mlp_bias": True} if family == "llama-silu" else {}
     checkpoint = hf.FAMILIES[family](**config).save(tmp_path / "hf")
-    options = small_run(checkpoint, text, tmp_path / "out.gguf", activation=activation, steps=40, lr=5e-3, end_to_end_lr=3e-3)
+    options = small_run(
+        checkpoint, text, tmp_path / "out.gguf", activation=activation, steps=40, lr=5e-3, end_to_end_lr=3e-3
+    )
     seen = Seen()
     start: list[torch.Tensor] = []
 
@@ -148,7 +160,9 @@ def test_any_family_learns_loads_and_equals_plain_torch(tmp_path: Path, text: Pa
     for sparsity in ("exact", "dense"):
         assert relative(logits(options.out, sparsity), expected) < TOLERANCE, sparsity
     assert np.isfinite(stock_logits(options.out)).all()
-    assert relative(stock_logits(options.out), expected) > 10 * TOLERANCE  # the activation is the plan's, not upstream's
+    assert (
+        relative(stock_logits(options.out), expected) > 10 * TOLERANCE
+    )  # the activation is the plan's, not upstream's
 
 
 # ---- Stops ---------------------------------------------------------------------------------------------------------
@@ -177,7 +191,9 @@ def without_times(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[ReluifyOptions, Reluified, dict[str, bytes]]:
+def uninterrupted(
+    text: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[ReluifyOptions, Reluified, dict[str, bytes]]:
     """A run of 8 steps, and the rows that it wrote."""
     folder = tmp_path_factory.mktemp("uninterrupted")
     model = tiny_models.write_tiny_model(folder / "model.gguf", n_layer=2, n_ff=96)
@@ -205,4 +221,127 @@ def test_resumed_run_equals_an_uninterrupted_one(
     assert rows_of(options.out) == rows
     assert without_times(result.log) == without_times(expected.log)
     assert result.measured == expected.measured
+    assert not (tmp_path / "out.reluify").exists()
+
+
+# ---- Large models: groups of layers --------------------------------------------------------------------------------
+
+
+def grouped(text: Path, folder: Path, n_per_group: int = 1, n_layer: int = 3) -> ReluifyOptions:
+    """Options of a run whose memory is enough for so many layers at once."""
+    model = tiny_models.write_tiny_model(folder / "model.gguf", n_layer=n_layer, n_ff=96)
+    options = small_run(model, text, folder / "out.gguf", steps=5, lr=5e-3)
+    low, high = 1e-4, 1.0
+    while high - low > 1e-6:
+        middle = (low + high) / 2
+        try:
+            groups, _ = groups_of(replace(options, memory=middle))
+            n_fit = len(groups[0])
+        except OptionError:
+            n_fit = 0
+        low, high = (low, middle) if n_fit >= n_per_group else (middle, high)
+    return replace(options, memory=high)
+
+
+def groups_of(options: ReluifyOptions) -> tuple[list[range], bool]:
+    base = BaseModel(options.model)
+    return reluify_model._groups(options, base, "cpu", torch.float32, 22, lambda text: None)
+
+
+def test_groups_get_smaller_with_memory_and_cover_all_layers(text: Path, tmp_path: Path) -> None:
+    options = grouped(text, tmp_path, n_layer=5)
+    found = []
+    for k in range(60):
+        groups, keep = groups_of(replace(options, memory=options.memory * 1.05**k))
+        assert [i for group in groups for i in group] == list(range(5))
+        assert keep == (len(groups) == 1)
+        found.append(len(groups))
+    assert found == sorted(found, reverse=True) and set(found) == {1, 2, 3, 5}
+    with pytest.raises(
+        OptionError, match=r"memory: 0\.0 GiB; one layer needs .* GiB; pass a larger --memory, or a smaller"
+    ):
+        groups_of(replace(options, memory=options.memory / 2))
+
+
+def test_groups_are_trained_one_after_the_other(text: Path, tmp_path: Path) -> None:
+    options, seen = grouped(text, tmp_path), Seen()
+    kept = []
+
+    def each(run: Any) -> None:
+        if run.state.step == 1:
+            kept.append(sorted(path.name for path in run.folder.path.iterdir()))
+            assert list(run.distiller.students) == [run.state.i_group]
+            assert not run.graph._kept or all(w.dim() == 1 for w in run.graph._kept.values())
+
+    reluify(replace(options, keep=True, steps=20), seen, each)
+    assert len(seen.notes) == 1
+    assert re.fullmatch(
+        r"memory: all layers at once and the end-to-end stage need 0\.0 GiB, 0\.0 GiB may be used: 3 groups of layers are trained "
+        r"locally, one after the other, with 0\.0 GB of hidden states on disk \(fewer --tokens: less\); for the end-to-end stage "
+        r"pass a larger --memory\.",
+        seen.notes[0],
+    )
+    assert kept == [
+        [],
+        ["checkpoint.pt", "layer-0.pt", "student-1.npy", "teacher-1.npy"],
+        ["checkpoint.pt", "layer-0.pt", "layer-1.pt", "student-2.npy", "teacher-2.npy"],
+    ]
+    folder = tmp_path / "out.reluify"
+    assert {path.name for path in folder.iterdir()} == {"checkpoint.pt", *(f"layer-{i}.pt" for i in range(3))}
+    assert {entry["stage"] for entry in seen.entries} == {"local", "blended"}
+    for i in range(3):
+        errors = [sum(entry["errors"]) for entry in seen.entries if entry["group"] == i]
+        assert errors[-1] < errors[0]
+        layer = torch.load(folder / f"layer-{i}.pt", weights_only=True)
+        rows = BaseModel(options.out).rows_f32(f"blk.{i}.ffn_down.weight")
+        assert np.array_equal(layer["down"].numpy(), rows.T)
+    expected = forward(graph_of(options), torch.tensor([TOKENS]))[0].numpy()
+    assert relative(logits(options.out), expected) < TOLERANCE
+
+
+def test_hidden_states_between_groups_are_those_of_both_models(text: Path, tmp_path: Path) -> None:
+    options = grouped(text, tmp_path)
+    hidden: dict[str, np.ndarray] = {}
+
+    def each(run: Any) -> None:
+        if run.state.i_group == 2 and not hidden:
+            hidden.update({whose: np.array(run.folder.hidden(whose, 2)) for whose in ("teacher", "student")})
+            hidden["windows"] = run.windows
+
+    reluify(options, each=each)
+    for whose, graph in (("teacher", Graph(BaseModel(options.model))), ("student", graph_of(options))):
+        h = graph.embed(torch.from_numpy(hidden["windows"].astype(np.int64)))
+        with torch.no_grad():
+            for i in range(2):
+                after, x = graph.attend(i, h)
+                h = graph.add_ffn(after, graph.ffn(i, x))
+        assert hidden[whose].shape == (22, N_CTX, 64)
+        assert relative(hidden[whose], h.numpy()) < 1e-5, whose
+
+
+@pytest.mark.parametrize("stops", [(5,), (6,), (2, 5, 5)], ids=str)
+def test_grouped_run_resumes_exactly_whatever_memory_is_free_then(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stops: tuple[int, ...]
+) -> None:
+    options = replace(grouped(text, tmp_path), memory=None)
+    n_bytes = grouped(text, tmp_path).memory * 2**30 / 0.7
+    monkeypatch.setattr(reluify_model, "available_memory_bytes", lambda: n_bytes)
+    expected = reluify(options)
+    rows = rows_of(options.out)
+    options.out.unlink()
+    options.plan.unlink()
+    for n_steps in stops:
+        with pytest.raises(KeyboardInterrupt):
+            reluify(options, each=stop_after(n_steps))
+        options = replace(options, resume=True)
+        n_bytes *= 4  # all layers would fit now
+    result = reluify(options)
+    assert rows_of(options.out) == rows and without_times(result.log) == without_times(expected.log)
+
+
+def test_strict_refuses_groups(text: Path, tmp_path: Path) -> None:
+    with pytest.raises(
+        OptionError, match=r"3 groups of layers are trained locally.* --strict refuses that; leave it out"
+    ):
+        reluify(replace(grouped(text, tmp_path), strict=True))
     assert not (tmp_path / "out.reluify").exists()

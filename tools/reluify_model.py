@@ -356,7 +356,7 @@ def _groups(
             f"memory: {limit / 2**30:.1f} GiB; one layer needs {(fixed + n_tokens * token_bytes + layer_bytes + n_ffn * item) / 2**30:.1f} GiB; "
             "pass a larger --memory, or a smaller --batch or --ctx."
         )
-    groups = layer_groups(base.n_layer, n_per_group)
+    groups = layer_groups(base.n_layer, min(n_per_group, base.n_layer - 1))
     text = (
         f"memory: all layers at once and the end-to-end stage need {whole / 2**30:.1f} GiB, {limit / 2**30:.1f} GiB may be used: "
         f"{len(groups)} groups of layers are trained locally, one after the other, with "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -95,9 +95,11 @@ class Run:
         self.graph = graph
         self.windows = windows
         self.held_out = torch.from_numpy(held_out.astype(np.int64))
-        self.options = options
         self.folder = folder
-        self.state = folder.load_state() if resume else RunState()
+        self.state = (
+            folder.load_state() if resume else RunState([[group.start, group.stop] for group in options.groups])
+        )
+        self.options = replace(options, groups=[range(*ends) for ends in self.state.groups])
         self.distiller: Distiller | None = None
         self._saved = time.monotonic()
         self._began = began - self.state.seconds
@@ -305,18 +307,17 @@ class Run:
             before = self.folder.hidden(whose, i_group) if i_group else None
             for student in students.values():
                 student.begin(train=False)
-            with atomic_path(self.folder.hidden_path(whose, i_group + 1)) as path:
+            with atomic_path(self.folder.hidden_path(whose, i_group + 1)) as path, path.open("wb") as file:
                 shape = (*self.windows.shape, graph.n_embd)
-                after = np.lib.format.open_memmap(path, "w+", np.float32, shape)
-                for first in range(0, len(after), options.batch):
+                # not through a mapping: where a disk is full, that ends the process
+                np.lib.format.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": shape})
+                for first in range(0, len(self.windows), options.batch):
                     rows = slice(first, first + options.batch)
                     if before is None:
                         h = graph.embed(torch.from_numpy(self.windows[rows].astype(np.int64)).to(graph.device))
                     else:
                         h = torch.from_numpy(np.array(before[rows])).to(graph.device)
-                    after[rows] = forward_layers(graph, students, group, h).cpu().numpy()
-                after.flush()
-                del after
+                    file.write(forward_layers(graph, students, group, h).cpu().numpy())
             for student in students.values():
                 student.end()
 

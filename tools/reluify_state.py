@@ -29,6 +29,7 @@ class RunState:
     """How far a run is.
 
     Attributes:
+        groups: first layer of each group, and the one after its last: those that the run began with, whatever memory is free later.
         i_group: group of layers that is being trained.
         step: optimizer steps done in it.
         seconds: of the whole run so far.
@@ -39,6 +40,7 @@ class RunState:
         log: one entry per report.
     """
 
+    groups: list[list[int]]
     i_group: int = 0
     step: int = 0
     seconds: float = 0.0
