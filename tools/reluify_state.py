@@ -110,8 +110,7 @@ class RunFolder:
                 "ffn": {i: student.weights for i, student in distiller.students.items()},
                 "optimizer": distiller.optimizer.state_dict(),
             }
-        with atomic_path(self.checkpoint) as path:
-            torch.save(values, path)
+        _save(values, self.checkpoint)
 
     def load_state(self) -> RunState:
         """The state of a stopped run."""
@@ -130,8 +129,7 @@ class RunFolder:
 
     def write_layer(self, i_layer: int, weights: dict[str, torch.Tensor]) -> None:
         """Keeps a finished layer."""
-        with atomic_path(self.path / f"layer-{i_layer}.pt") as path:
-            torch.save({name: weight.cpu() for name, weight in weights.items()}, path)
+        _save({name: weight.cpu() for name, weight in weights.items()}, self.path / f"layer-{i_layer}.pt")
 
     def read_layer(self, i_layer: int) -> dict[str, torch.Tensor]:
         """A finished layer's weights, mapped."""
@@ -151,6 +149,16 @@ class RunFolder:
             _delete(path)
         if self.path.exists() and not self._files():
             self.path.rmdir()
+
+
+def _save(values: dict[str, Any], path: Path) -> None:
+    with atomic_path(path) as temporary:
+        try:
+            torch.save(values, temporary)
+        except RuntimeError:  # torch's word for a full disk
+            raise OSError(
+                f"{path}: it could not be written; expected room for it on the disk; make room, then --resume."
+            ) from None
 
 
 def _is_own(path: Path) -> bool:
