@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import re
+import resource
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -21,7 +23,7 @@ from test_convert import TOKENS, logits, stock_logits
 
 from powerinfer_py.errors import OptionError
 from powerinfer_py.format import BaseModel, read_plan
-from powerinfer_py.tools import reluify_model
+from powerinfer_py.tools import reluify_model, reluify_run
 from powerinfer_py.tools.reluify_model import Reluified, ReluifyOptions
 from powerinfer_py.tools.torch_graph import Graph
 
@@ -67,12 +69,14 @@ class Seen:
 
     notes: list[str] = field(default_factory=list)
     entries: list[dict[str, Any]] = field(default_factory=list)
-    stages: list[str] = field(default_factory=list)  # that showed progress
+    at: dict[str, Callable[[], object]] = field(default_factory=dict)  # what to do after the first step of a stage
 
     @contextmanager
     def steps(self, what: str, n: int) -> Iterator[Callable[..., None]]:
-        self.stages.append(what)
-        yield lambda text=None: None
+        def step(text: str | None = None) -> None:
+            self.at.pop(what, lambda: None)()
+
+        yield step
 
 
 def reluify(
@@ -144,7 +148,7 @@ def test_any_family_learns_loads_and_equals_plain_torch(
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "powerinfer_py.tools.hf_tokenizer", tiny_models.stand_in_tokenizer())
         result = reluify(options, seen, keep_logits)
-    assert {path.name for path in tmp_path.iterdir()} == {"hf", "out.gguf", "out.powerinfer.gguf"}
+    assert names(tmp_path) == {"hf", "out.gguf", "out.powerinfer.gguf"}
     assert all("stock llama.cpp computes gelu" in text for text in seen.notes) and len(seen.notes) == (family == "opt")
     first, last = seen.entries[0], seen.entries[-1]
     assert (first["stage"], last["stage"]) == ("local", "end to end")
@@ -166,6 +170,10 @@ def test_any_family_learns_loads_and_equals_plain_torch(
 
 
 # ---- Stops ---------------------------------------------------------------------------------------------------------
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
 
 
 def stop_after(n_steps: int) -> Callable[[Any], None]:
@@ -287,7 +295,7 @@ def test_groups_are_trained_one_after_the_other(text: Path, tmp_path: Path) -> N
         ["checkpoint.pt", "layer-0.pt", "layer-1.pt", "student-2.npy", "teacher-2.npy"],
     ]
     folder = tmp_path / "out.reluify"
-    assert {path.name for path in folder.iterdir()} == {"checkpoint.pt", *(f"layer-{i}.pt" for i in range(3))}
+    assert names(folder) == {"checkpoint.pt", *(f"layer-{i}.pt" for i in range(3))}
     assert {entry["stage"] for entry in seen.entries} == {"local", "blended"}
     for i in range(3):
         errors = [sum(entry["errors"]) for entry in seen.entries if entry["group"] == i]
@@ -345,3 +353,183 @@ def test_strict_refuses_groups(text: Path, tmp_path: Path) -> None:
     ):
         reluify(replace(grouped(text, tmp_path), strict=True))
     assert not (tmp_path / "out.reluify").exists()
+
+
+def test_ctrl_c_while_the_output_is_written_or_measured(small: ReluifyOptions, tmp_path: Path) -> None:
+    expected = reluify(small)
+    rows = rows_of(small.out)
+    for stage in ("writing", "counting"):
+        small.out.unlink()
+        small.plan.unlink()
+        seen = Seen(at={stage: lambda: signal.raise_signal(signal.SIGINT)})
+        with pytest.raises(KeyboardInterrupt):
+            reluify(small, seen)
+        assert seen.notes == [
+            f"stopped; what was reached is kept in {tmp_path / 'out.reluify'}; the same command with --resume goes on."
+        ]
+        assert [path.name for path in tmp_path.iterdir() if path.suffix] == ["out.reluify"]
+        result = reluify(replace(small, resume=True))
+        assert rows_of(small.out) == rows and result.measured == expected.measured
+        assert result.log[-1]["step"] == 6
+    seen = Seen(at={"measuring": lambda: signal.raise_signal(signal.SIGINT)})
+    with pytest.raises(KeyboardInterrupt):
+        reluify(small, seen)
+    assert rows_of(small.out) == rows and read_plan(small.plan).open_base()
+
+
+# ---- The run's folder ----------------------------------------------------------------------------------------------
+
+
+def test_a_stopped_run_is_replaced_with_a_note_or_resumed_with_the_same_options_only(small: ReluifyOptions) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        reluify(small, each=stop_after(2))
+    folder = small.out.with_name("out.reluify")
+    state = (folder / "checkpoint.pt").read_bytes()
+    for changes, found in (
+        ({"activation": "drelu"}, "activation relu; this run has drelu"),
+        ({"density": 0.3}, r"density 0\.15; this run has 0\.3"),
+        ({"qat": "q8_0"}, "qat none; this run has q8_0"),
+        ({"batch": 3}, "batch 2; this run has 3"),
+        ({"ctx": 30}, "ctx 32; this run has 30"),
+        ({"seed": 5}, "seed 0; this run has 5"),
+        ({"tokens": 20 * N_CTX}, r"text \w+; this run has \w+"),
+        ({"memory": 2.0}, r"memory 0\.0; this run has 2\.0"),
+        ({"dtype": "bf16"}, r"dtype torch\.float32; this run has torch\.bfloat16"),
+        (
+            {"model": tiny_models.write_tiny_model(folder.with_name("other.gguf"), n_layer=2, seed=2)},
+            r"model \w+; this run has \w+",
+        ),
+    ):
+        with pytest.raises(
+            OptionError,
+            match=rf"resume: .*checkpoint\.pt was made with {found}; give the same options, or leave --resume",
+        ):
+            reluify(replace(small, resume=True, **changes))
+        assert (folder / "checkpoint.pt").read_bytes() == state
+    seen = Seen()
+    assert reluify(small, seen).log[0]["step"] == 1
+    assert seen.notes == [f"{folder}: what an earlier run kept is replaced; --resume would have gone on with it."]
+
+
+def test_nothing_to_resume_is_a_note(small: ReluifyOptions) -> None:
+    seen = Seen()
+    reluify(replace(small, resume=True), seen)
+    assert seen.notes == [
+        f"{small.out.with_name('out.reluify')}: there is nothing to resume; starting at the beginning."
+    ]
+
+
+@pytest.mark.parametrize("with_checkpoint", [False, True])
+def test_a_folder_with_other_files_is_refused_and_left_alone(small: ReluifyOptions, with_checkpoint: bool) -> None:
+    folder = small.out.with_name("out.reluify")
+    folder.mkdir()
+    (folder / "thesis.txt").write_text("mine")
+    if with_checkpoint:
+        (folder / "checkpoint.pt").write_bytes(b"?")
+    before = sorted(folder.iterdir())
+    for resume in (False, True):
+        with pytest.raises(
+            OptionError, match=r"out: .*out\.reluify holds other files; expected none there; move them, or pass"
+        ):
+            reluify(replace(small, resume=resume))
+        assert sorted(folder.iterdir()) == before
+
+
+def test_what_a_killed_run_left_is_cleared(small: ReluifyOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = small.out.with_name("out.reluify")
+    kept: list[set[str]] = []
+    with pytest.raises(KeyboardInterrupt):
+        reluify(small, each=stop_after(2))
+    for resume in (True, False):
+        (folder / "output-x7_d").mkdir(parents=True)
+        (folder / "output-x7_d" / "out.gguf").write_bytes(b"half")
+        (folder / ".checkpoint.pt.17.tmp").write_bytes(b"half")
+        (folder / ".teacher-1.npy.17.tmp").write_bytes(b"half")
+        with monkeypatch.context() as patch:
+            patch.setattr(reluify_run.Run, "measure_teacher", lambda run: kept.append(names(run.folder.path)))
+            patch.setattr(reluify_run.Run, "train", lambda run, *_: False)
+            with pytest.raises(KeyboardInterrupt):
+                reluify(replace(small, resume=resume))
+    assert kept == [{"checkpoint.pt"}, set()]
+
+
+def test_a_finished_run_that_was_kept_can_be_measured_again_and_run_again(small: ReluifyOptions) -> None:
+    first = reluify(replace(small, keep=True))
+    again = reluify(replace(small, keep=True, resume=True))
+    assert again.log == first.log and again.measured == first.measured
+    assert without_times(reluify(small).log) == without_times(first.log)
+
+
+# ---- Full disks and kills ------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def files_up_to(n_bytes: int) -> Iterator[None]:
+    """No file can be larger."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def limit(n_bytes: int) -> Callable[[], None]:
+    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+def test_full_disk_under_the_checkpoint_keeps_the_one_before(
+    small: ReluifyOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reluify_run, "_SAVE_SECONDS", 0.0)  # before every step
+    folder = small.out.with_name("out.reluify")
+    states = []
+
+    def each(run: Any) -> None:
+        states.append((folder / "checkpoint.pt").read_bytes())
+        if run.state.step == 3:
+            limit(100_000)()
+
+    with (
+        files_up_to(1 << 40),
+        pytest.raises(OSError, match=r"checkpoint\.pt: it could not be written; expected room for it on the disk"),
+    ):
+        reluify(small, each=each)
+    assert [path.name for path in folder.iterdir()] == ["checkpoint.pt"]
+    assert (folder / "checkpoint.pt").read_bytes() == states[-1]
+    assert not small.out.exists() and not small.plan.exists()
+    resumed = reluify(replace(small, resume=True))
+    rows = rows_of(small.out)
+    assert without_times(resumed.log) == without_times(reluify(small).log) and rows_of(small.out) == rows
+
+
+def test_full_disk_at_the_first_checkpoint_leaves_nothing(small: ReluifyOptions, tmp_path: Path) -> None:
+    with files_up_to(100_000), pytest.raises(OSError, match="could not be written"):
+        reluify(small, each=stop_after(2))
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+@pytest.mark.parametrize("stage, n_bytes", [("writing", 100_000), ("counting", 500)])
+def test_full_disk_under_the_output_keeps_the_old_one(small: ReluifyOptions, stage: str, n_bytes: int) -> None:
+    reluify(small)
+    old = [path.read_bytes() for path in (small.out, small.plan)]
+    other = replace(small, activation="drelu")
+    with files_up_to(1 << 40), pytest.raises(OSError) as caught:
+        reluify(other, Seen(at={stage: limit(n_bytes)}))
+    assert caught.value.errno == errno.EFBIG
+    assert [path.read_bytes() for path in (small.out, small.plan)] == old
+    reluify(replace(other, resume=True))
+    assert read_plan(small.plan).activation == "drelu" and read_plan(small.plan).open_base()
+
+
+def test_full_disk_under_hidden_states_is_an_error(text: Path, tmp_path: Path) -> None:
+    options = grouped(text, tmp_path)
+
+    def each(run: Any) -> None:
+        if run.state.step == 4:
+            limit(22 * N_CTX * 64 * 4)()  # all but the header
+
+    with files_up_to(1 << 40), pytest.raises(OSError) as caught:
+        reluify(options, each=each)
+    assert caught.value.errno == errno.EFBIG
+    assert not list(tmp_path.rglob("*.npy*")) and not options.out.exists()

@@ -160,6 +160,10 @@ def reluify(
     folder = RunFolder(run_folder(options.out), {})
     try:
         return _reluify(options, folder, steps, report, note)
+    except KeyboardInterrupt:
+        if folder.checkpoint.exists():
+            note(f"stopped; what was reached is kept in {folder.path}; the same command with --resume goes on.")
+        raise
     finally:
         if not folder.checkpoint.exists():  # done, or nothing to go on with
             folder.remove()
@@ -206,7 +210,6 @@ def _reluify(
             run.options = replace(run.options, seconds=_training_seconds(options, base, run))
         done = run.train(lambda entry: report(run, entry), stopped) and not stopped()
     if not done:
-        note(f"stopped; what was reached is kept in {folder.path}; the same command with --resume goes on.")
         raise KeyboardInterrupt
     log = run.state.log
     plan = _write(options, base, activation, run, windows, steps, note)
@@ -295,7 +298,6 @@ def _identity(options: ReluifyOptions, base: BaseModel, windows: np.ndarray, dty
     return {
         "model": hashlib.sha256(digests.encode()).hexdigest()[:16],
         "folder": options.model.resolve().name if options.model.is_dir() else "none",
-        "text": hashlib.sha256(windows.tobytes()).hexdigest()[:16],
         "activation": options.activation,
         "density": options.density,
         "qat": options.qat or "none",
@@ -304,6 +306,7 @@ def _identity(options: ReluifyOptions, base: BaseModel, windows: np.ndarray, dty
         "seed": options.seed,
         "memory": options.memory or 0.0,
         "dtype": dtype,
+        "text": hashlib.sha256(windows.tobytes()).hexdigest()[:16],  # last: other options change it too
     }
 
 
