@@ -191,18 +191,18 @@ def _reluify(
     dtype = _dtype(options.dtype, device)
     model, activation = _teacher(options, folder.path, steps, note)
     base = BaseModel(model)
+    graph = Graph(base, device=device, dtype=dtype, keep=False, compiled=options.compile, n_threads=n_threads)
+    graph.activation = activation
     windows, held_out = _windows(options, model, note)
     folder.identity = _identity(options, base, windows, str(dtype))
+    row_types = _row_types(base, options, note)
+    groups, graph.keep = _groups(options, base, device, dtype, len(windows), note)
     exists = folder.checkpoint.exists()
     resumed = folder.open(resume=options.resume)
     if options.resume and not resumed:
         note(f"{folder.path}: there is nothing to resume; starting at the beginning.")
     elif exists and not resumed:
         note(f"{folder.path}: what an earlier run kept is replaced; --resume would have gone on with it.")
-    row_types = _row_types(base, options, note)
-    groups, keep = _groups(options, base, device, dtype, len(windows), note)
-    graph = Graph(base, device=device, dtype=dtype, keep=keep, compiled=options.compile, n_threads=n_threads)
-    graph.activation = activation
     run = Run(graph, windows, held_out, _run_options(options, row_types, groups), folder, resume=resumed, began=began)
     with interruptible() as stopped:
         run.measure_teacher()
