@@ -19,12 +19,14 @@ import numpy as np
 import pytest
 import tiny_models
 import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from test_convert import TOKENS, logits, stock_logits
 
-from powerinfer_py.errors import OptionError
+from powerinfer_py.errors import FormatError, OptionError
 from powerinfer_py.format import BaseModel, read_plan
 from powerinfer_py.tools import reluify_model, reluify_run
 from powerinfer_py.tools.reluify_model import Reluified, ReluifyOptions
+from powerinfer_py.tools.rewrite_gguf import TensorSource, write_changed
 from powerinfer_py.tools.torch_graph import Graph
 
 # Of the largest logit: F32 throughout, but upstream's GELU is looked up in F16, and sums have another order.
@@ -533,3 +535,78 @@ def test_full_disk_under_hidden_states_is_an_error(text: Path, tmp_path: Path) -
         reluify(options, each=each)
     assert caught.value.errno == errno.EFBIG
     assert not list(tmp_path.rglob("*.npy*")) and not options.out.exists()
+
+
+# ---- Options and models that can't be used ---------------------------------------------------------------------------
+
+
+def refusal(options: ReluifyOptions, expected: str, kind: type[Exception] = OptionError) -> None:
+    """The run is refused before it leaves anything."""
+    before = names(options.out.parent)
+    with pytest.raises(kind, match=expected) as caught:
+        reluify(options, each=lambda run: pytest.fail("it trains"))
+    assert "\n" not in str(caught.value)
+    assert names(options.out.parent) == before
+
+
+def test_windows_longer_than_the_models_context_are_refused(small: ReluifyOptions) -> None:
+    refusal(replace(small, ctx=1025, tokens=10**6), "ctx: 1025; the model was trained with 1024; pass a smaller -c")
+
+
+def test_too_little_text_is_refused(small: ReluifyOptions, tmp_path: Path) -> None:
+    short = tmp_path / "short.txt"
+    short.write_text("the model")
+    refusal(
+        replace(small, text=(short,)),
+        r"text: 1 files hold \d tokens, 0 whole windows of 32 are used; expected at least 8",
+        FormatError,
+    )
+    refusal(replace(small, tokens=7 * N_CTX), "7 whole windows of 32 are used; expected at least 8", FormatError)
+    refusal(replace(small, check=(short,)), "0 whole windows of 32 are used; expected at least 1", FormatError)
+    refusal(replace(small, check=(tmp_path / "none.txt",)), "none.txt: No such file", FormatError)
+
+
+def test_output_that_would_replace_the_model_is_refused(small: ReluifyOptions, model: Path) -> None:
+    plan = tiny_models.write_tiny_plan(model, model.with_name("plan.powerinfer.gguf"), activation="relu")
+    belongs = "out: .* belongs to the model itself; expected another file; pass another -o"
+    refusal(replace(small, out=model), belongs)
+    refusal(replace(small, model=plan, out=model), belongs)
+    refusal(replace(small, model=plan, out=plan.with_name("plan.gguf")), belongs)
+    parts = tiny_models.write_tiny_model(model.with_name("parts.gguf"), n_layer=2, split_max_tensors=9)
+    refusal(replace(small, model=parts, out=Path(str(parts).replace("00001-of", "00002-of"))), belongs)
+
+
+def test_models_that_cannot_become_sparse_are_refused(small: ReluifyOptions, tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    experts = tiny_models.write_tiny_model(folder / "experts.gguf", n_layer=2, n_expert=4)
+    refusal(replace(small, model=experts), "layer 0 has no plain FFN: experts", FormatError)
+    refusal(
+        replace(small, model=tiny_models.write_tiny_model(folder / "mpt.gguf", "mpt")),
+        "architecture 'mpt' has no graph",
+        FormatError,
+    )
+    embedded = tiny_models.write_tiny_plan(small.model, folder / "all.powerinfer.gguf", embedded=True)
+    refusal(replace(small, model=embedded), "the model is embedded in its plan; expected a GGUF beside its plan")
+    tiny_models.write_tiny_plan(small.model, activation="relu", activation_param=0.1)
+    refusal(small, r"its activation has a cut \(FATReLU\); expected one without")
+
+
+@pytest.mark.parametrize("row_type", ["iq2_xxs", "iq1_s"])
+def test_rows_that_need_an_importance_matrix_are_refused_before_the_training(
+    small: ReluifyOptions, row_type: str
+) -> None:
+    model = tiny_models.write_tiny_model(small.model, n_layer=2, n_embd=256, n_ff=256)
+    small = replace(small, model=model)
+    refusal(
+        replace(small, qat=row_type), f"{row_type.upper()} needs an importance matrix; expected a type that doesn't"
+    )
+    base = BaseModel(model)
+    kind = GGMLQuantizationType[row_type.upper()]
+    tensor = base.tensor("blk.1.ffn_up.weight")
+    zeros = TensorSource.matrix(
+        tensor.name, kind, 256, 256, lambda: np.zeros(256 * GGML_QUANT_SIZES[kind][1], np.uint8)
+    )
+    write_changed(base, model.with_name("iq.gguf"), {}, [zeros], lambda *_: None)
+    small = replace(small, model=model.with_name("iq.gguf"))
+    refusal(small, rf"iq\.gguf: row type: {kind.name} needs an importance matrix; .* Pass --qat with one\.")
+    assert reluify(replace(small, qat="q8_0", steps=1)).measured

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from gguf import GGMLQuantizationType
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from powerinfer_py import _core
 from powerinfer_py.bench_machine import available_memory_bytes
@@ -191,6 +191,7 @@ def _reluify(
     dtype = _dtype(options.dtype, device)
     model, activation = _teacher(options, folder.path, steps, note)
     base = BaseModel(model)
+    _check_base(options, base)
     graph = Graph(base, device=device, dtype=dtype, keep=False, compiled=options.compile, n_threads=n_threads)
     graph.activation = activation
     windows, held_out = _windows(options, model, note)
@@ -279,6 +280,16 @@ def _teacher(options: ReluifyOptions, folder: Path, steps: Steps, note: Callable
     return plan.open_base(None if model == sidecar else model).path, plan.activation
 
 
+def _check_base(options: ReluifyOptions, base: BaseModel) -> None:
+    """Refuses windows longer than the model's context, and outputs that would replace the model."""
+    if base.n_ctx_train is not None and options.ctx > base.n_ctx_train:
+        raise OptionError(f"ctx: {options.ctx}; the model was trained with {base.n_ctx_train}; pass a smaller -c.")
+    given = {path.resolve() for path in (options.model, *(file.path for file in base.files))}
+    for path in (options.out, options.plan):
+        if path.resolve() in given:
+            raise OptionError(f"out: {path} belongs to the model itself; expected another file; pass another -o.")
+
+
 def _windows(options: ReluifyOptions, model: Path, note: Callable[[str], None]) -> tuple[np.ndarray, np.ndarray]:
     """Windows to train on, and held-out ones."""
     with Vocabulary(model, n_ctx=options.ctx) as vocabulary:
@@ -313,13 +324,22 @@ def _identity(options: ReluifyOptions, base: BaseModel, windows: np.ndarray, dty
 def _row_types(
     base: BaseModel, options: ReluifyOptions, note: Callable[[str], None]
 ) -> dict[str, GGMLQuantizationType]:
-    """Types that rows are rounded to while they learn: none without --qat."""
+    """Types that rows are rounded to while they learn: none without --qat. All that will be written can be."""
+    ffns = [base.ffn(i) for i in range(base.n_layer)]
     if options.qat is None:
+        for row_type in {tensor.type for ffn in ffns for tensor in ffn.values()}:
+            try:
+                quantize_rows(np.zeros((1, GGML_QUANT_SIZES[row_type][0]), np.float32), row_type.name)
+            except OptionError as error:
+                raise OptionError(f"{base.where}: {error} Pass --qat with one.") from None
         return {}
-    found = {name: derived_row_type(row_type_id(options.qat), base.n_embd) for name in base.ffn(0)}
-    if found["up"] != row_type_id(options.qat):
-        note(f"qat: rows of {base.n_embd} values can't be {options.qat}; they are {found['up'].name.lower()}.")
-    return found
+    wished = row_type_id(options.qat)
+    for n_values in sorted({tensor.ne[0] for ffn in ffns for tensor in ffn.values()}):
+        row_type = derived_row_type(wished, n_values)
+        quantize_rows(np.zeros((1, n_values), np.float32), row_type.name)
+        if row_type != wished:
+            note(f"qat: rows of {n_values} values can't be {options.qat}; they are {row_type.name.lower()}.")
+    return dict.fromkeys(ffns[0], derived_row_type(wished, base.n_embd))
 
 
 def _groups(
@@ -653,10 +673,10 @@ def _options(args: argparse.Namespace) -> ReluifyOptions:
         value = getattr(args, name)
         if value is not None and not 0 < value < math.inf:
             raise OptionError(f"{name.replace('_', '-')}: {value}; expected more than 0; pass another number.")
+    if args.seed < 0:
+        raise OptionError(f"seed: {args.seed}; expected 0 or more; pass another number.")
     is_folder = args.model is not None and args.model.is_dir()
     model = Path(resolve_checkpoint(args) if is_folder else resolve_model(args))
-    if model.resolve() == out.resolve():
-        raise OptionError(f"out: {out} is the model itself; expected another file; pass another -o.")
     plot = None if args.no_plot else args.plot or out.with_suffix(".png")
     if plot is not None:
         arguments.need_packages("plot", "plot", "matplotlib", otherwise=" or pass --no-plot")
