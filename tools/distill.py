@@ -27,7 +27,7 @@ _CONTROL_RATE = 0.03
 _END_TO_END_SCALE = 0.1
 _HIDDEN_WEIGHT = 1.0
 # Nats; perplexity of more is no float.
-_MAX_LOSS = 700.0
+MAX_LOSS = 700.0
 
 
 @dataclass
@@ -257,4 +257,4 @@ def perplexity(graph: Graph, students: Mapping[int, SparseFfn], windows: torch.T
         if i in students:
             students[i].end()
     losses = [negative_log_likelihood(graph, h, tokens) * len(tokens) for h, tokens in zip(hidden, batches)]
-    return math.exp(min(sum(losses) / len(windows), _MAX_LOSS))
+    return math.exp(min(sum(losses) / len(windows), MAX_LOSS))

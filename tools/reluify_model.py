@@ -12,7 +12,7 @@ import math
 import platform
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -189,12 +189,13 @@ def _reluify(
     torch.set_num_threads(n_threads)
     device = find_device(options.device)
     dtype = _dtype(options.dtype, device)
-    model, activation = _teacher(options, folder.path, steps, note)
+    model, teacher_plan, activation = _teacher(options, folder.path, steps, note)
     base = BaseModel(model)
     _check_base(options, base)
     graph = Graph(base, device=device, dtype=dtype, keep=False, compiled=options.compile, n_threads=n_threads)
     graph.activation = activation
-    windows, held_out = _windows(options, model, note)
+    windows, texts = _windows(options, model, note)
+    held_out = texts[0][1]
     folder.identity = _identity(options, base, windows, str(dtype))
     row_types = _row_types(base, options, note)
     groups, graph.keep = _groups(options, base, device, dtype, len(windows), note)
@@ -214,7 +215,7 @@ def _reluify(
         raise KeyboardInterrupt
     log = run.state.log
     plan = _write(options, base, activation, run, windows, steps, note)
-    measured = _measure(options, model, held_out, steps, note)
+    measured = _measure(options, model, teacher_plan, texts, steps)
     seconds = run.seconds()
     if options.plot is not None:
         from .plot_reluify import write_plot
@@ -253,8 +254,10 @@ def _teacher_files(folder: Path) -> tuple[Path, Path]:
     return teacher, teacher.with_name(folder.name + "-teacher" + SIDECAR_SUFFIX)
 
 
-def _teacher(options: ReluifyOptions, folder: Path, steps: Steps, note: Callable[[str], None]) -> tuple[Path, str]:
-    """The model as GGUF, and the activation of its weights."""
+def _teacher(
+    options: ReluifyOptions, folder: Path, steps: Steps, note: Callable[[str], None]
+) -> tuple[Path, Path | None, str]:
+    """The model as GGUF, its plan if there is one, and the activation of its weights."""
     from powerinfer_py.format import bare_plan
 
     model = options.model
@@ -267,7 +270,7 @@ def _teacher(options: ReluifyOptions, folder: Path, steps: Steps, note: Callable
         model = teacher
     sidecar = model if is_extended(model) else find_sidecar(model)
     if sidecar is None:
-        return model, bare_plan(model).activation
+        return model, None, bare_plan(model).activation
     plan = read_plan(sidecar)
     if plan.is_embedded:
         raise OptionError(
@@ -277,7 +280,7 @@ def _teacher(options: ReluifyOptions, folder: Path, steps: Steps, note: Callable
         raise OptionError(
             f"{sidecar}: its activation has a cut (FATReLU); expected one without; it is sparse already: use it as it is."
         )
-    return plan.open_base(None if model == sidecar else model).path, plan.activation
+    return plan.open_base(None if model == sidecar else model).path, sidecar, plan.activation
 
 
 def _check_base(options: ReluifyOptions, base: BaseModel) -> None:
@@ -290,17 +293,22 @@ def _check_base(options: ReluifyOptions, base: BaseModel) -> None:
             raise OptionError(f"out: {path} belongs to the model itself; expected another file; pass another -o.")
 
 
-def _windows(options: ReluifyOptions, model: Path, note: Callable[[str], None]) -> tuple[np.ndarray, np.ndarray]:
-    """Windows to train on, and held-out ones."""
+def _windows(
+    options: ReluifyOptions, model: Path, note: Callable[[str], None]
+) -> tuple[np.ndarray, list[tuple[str, np.ndarray]]]:
+    """Windows to train on; what is measured on: held-out ones, and those of the check files, each with its name."""
     with Vocabulary(model, n_ctx=options.ctx) as vocabulary:
-        windows, _ = text_windows(
-            vocabulary, options.text, options.tokens, n_needed=_MIN_WINDOWS, special=options.special, note=note
-        )
+
+        def read(paths: Sequence[Path], n_tokens: int, n_needed: int) -> np.ndarray:
+            return text_windows(vocabulary, paths, n_tokens, n_needed=n_needed, special=options.special, note=note)[0]
+
+        windows = read(options.text, options.tokens, _MIN_WINDOWS)
         if vocabulary.bos is not None:
             windows[:, 0] = vocabulary.bos
-    n_held_out = min(_MAX_HELD_OUT, max(2, round(_HELD_OUT_SHARE * len(windows))))
+        n_held_out = min(_MAX_HELD_OUT, max(2, round(_HELD_OUT_SHARE * len(windows))))
+        checks = [(path.name, read([path], n_held_out * options.ctx, 1)) for path in options.check]
     order = np.random.default_rng(options.seed).permutation(len(windows))
-    return windows[order[n_held_out:]], windows[order[:n_held_out]]
+    return windows[order[n_held_out:]], [("held-out windows of the text", windows[order[:n_held_out]]), *checks]
 
 
 def _identity(options: ReluifyOptions, base: BaseModel, windows: np.ndarray, dtype: str) -> dict[str, Any]:
@@ -524,39 +532,28 @@ def write_model(
 
 
 def _measure(
-    options: ReluifyOptions, teacher: Path, held_out: np.ndarray, steps: Steps, note: Callable[[str], None]
+    options: ReluifyOptions,
+    teacher: Path,
+    teacher_plan: Path | None,
+    texts: list[tuple[str, np.ndarray]],
+    steps: Steps,
 ) -> list[Measured]:
-    """Perplexity of both files on held-out windows, and on the check files."""
-    texts = [("held-out windows of the text", held_out)]
-    teacher_plan = find_sidecar(teacher)
-    losses = []
-    for model, plan in ((teacher, teacher_plan), (options.out, options.plan)):
-        with Runner(
-            plan,
-            model,
-            n_ctx=options.ctx,
-            n_threads=options.threads,
-            sparsity="dense" if plan == teacher_plan else "exact",
-            note=lambda text: None,
-        ) as runner:
-            if len(texts) == 1:
-                texts += [
-                    (
-                        path.name,
-                        text_windows(runner, [path], held_out.size, n_needed=1, special=options.special, note=note)[0],
-                    )
-                    for path in options.check
-                ]
-            with steps("measuring", sum(len(windows) for _, windows in texts)) as step:
-                found = []
-                for _, windows in texts:
-                    likelihoods = []
-                    for window in windows:
-                        likelihoods.append(runner.likelihood(window))
-                        step()
-                    found.append(math.exp(sum(likelihoods) / len(likelihoods)))
-                losses.append(found)
-    return [Measured(name, a, b) for (name, _), a, b in zip(texts, *losses)]
+    """Perplexity of both files on every text, as llama.cpp runs them."""
+    from .distill import MAX_LOSS
+
+    n_windows = sum(len(windows) for _, windows in texts)
+    perplexities = []
+    for model, plan, sparsity in ((teacher, teacher_plan, "dense"), (options.out, options.plan, "exact")):
+        how = {"n_ctx": options.ctx, "n_threads": options.threads, "sparsity": sparsity, "note": lambda text: None}
+        with Runner(plan, model, **how) as runner, steps("measuring", n_windows) as step:
+            for _, windows in texts:
+                likelihoods = []
+                for window in windows:
+                    likelihoods.append(runner.likelihood(window))
+                    step()
+                perplexities.append(math.exp(min(sum(likelihoods) / len(likelihoods), MAX_LOSS)))
+    n = len(texts)
+    return [Measured(name, a, b) for (name, _), a, b in zip(texts, perplexities[:n], perplexities[n:])]
 
 
 # ---- Command line --------------------------------------------------------------------------------------------------

@@ -301,7 +301,7 @@ def read_text(path: Path, max_bytes: int | None = None) -> tuple[str, int]:
 
 
 def text_windows(
-    runner: Runner,
+    vocabulary: Vocabulary,
     paths: Sequence[Path],
     max_tokens: int,
     *,
@@ -312,7 +312,7 @@ def text_windows(
     """Windows of all files in turn, so that none is left out while another fills the limit.
 
     Args:
-        runner: tokenizes, and knows the length of a window.
+        vocabulary: tokenizes, and knows the length of a window.
         paths: the files.
         max_tokens: tokens to use.
         n_needed: windows without which there is nothing to be learned.
@@ -325,7 +325,7 @@ def text_windows(
     Raises:
         FormatError: a file can't be read, or all hold too little.
     """
-    n_ctx = runner.n_ctx
+    n_ctx = vocabulary.n_ctx
     per_file = []
     n_tokens = 0
     for path in paths:
@@ -333,7 +333,7 @@ def text_windows(
         text, n_replaced = read_text(path, max_tokens * 16)
         if n_replaced:
             note(f"{path}: {n_replaced} places aren't UTF-8 and were replaced.")
-        tokens = runner.tokenize(text, special)[:max_tokens]
+        tokens = vocabulary.tokenize(text, special)[:max_tokens]
         n_tokens += len(tokens)
         n = len(tokens) // n_ctx
         per_file.append(tokens[: n * n_ctx].reshape(n, n_ctx))
