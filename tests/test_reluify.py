@@ -8,6 +8,8 @@ import re
 import resource
 import signal
 import sys
+import time
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -24,13 +26,16 @@ from test_convert import TOKENS, logits, stock_logits
 
 from powerinfer_py.errors import FormatError, OptionError
 from powerinfer_py.format import BaseModel, read_plan
-from powerinfer_py.tools import reluify_model, reluify_run
+from powerinfer_py.tools import distill, reluify_model, reluify_run
 from powerinfer_py.tools.reluify_model import Reluified, ReluifyOptions
 from powerinfer_py.tools.rewrite_gguf import TensorSource, write_changed
+from powerinfer_py.tools.text_runner import Runner, text_windows
 from powerinfer_py.tools.torch_graph import Graph
 
 # Of the largest logit: F32 throughout, but upstream's GELU is looked up in F16, and sums have another order.
 TOLERANCE = 1e-3
+# Of perplexity: kernels round activations to Q8_0, and upstream's cache is F16.
+QUANTIZED_TOLERANCE = 0.01
 N_CTX = 32
 WORDS = (
     "the model reads a text and writes what it has seen before because every word follows from those it knows".split()
@@ -169,6 +174,145 @@ def test_any_family_learns_loads_and_equals_plain_torch(
     assert (
         relative(stock_logits(options.out), expected) > 10 * TOLERANCE
     )  # the activation is the plan's, not upstream's
+
+
+def test_density_falls_to_its_aim_and_more_pressure_makes_less(
+    small: ReluifyOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distill, "_CONTROL_RATE", 0.6)  # a run of 120 steps steers faster than one of thousands
+    found = []
+    for aim in (0.4, 0.2):
+        options = replace(small, density=aim, steps=120, lr=1e-2, end_to_end_lr=6e-3)
+        result = reluify(options)
+        wished = [entry["wished_density"] for entry in result.log]
+        assert wished == sorted(wished, reverse=True) and wished[0] > 0.45 and wished[-1] == aim
+        assert all(abs(density - aim) < 0.25 * aim for density in result.log[-1]["density"])
+        assert result.density == pytest.approx(np.mean(result.log[-1]["density"]), abs=0.1 * aim)
+        found.append(result.density)
+    assert found[1] < 0.6 * found[0]
+
+
+def test_only_the_named_keys_and_ffn_rows_change(small: ReluifyOptions) -> None:
+    model = tiny_models.write_tiny_model(
+        small.model, n_layer=2, n_ff=96, bias=True, row_type="Q8_0", split_max_tensors=9
+    )
+    reluify(replace(small, model=model, check=small.text))
+    before, after = BaseModel(model), BaseModel(small.out)
+    keys = [key for key in before.files[0].values if not key.startswith("split.")]
+    assert list(after.files[0].values) == keys and after.files[0].get("general.name") == "tiny llama relu"
+    for key in keys:
+        assert key == "general.name" or after.files[0].entry(key) == before.files[0].entry(key), key
+    assert list(after.tensors) == list(before.tensors)
+    for name in before.tensors:
+        assert after.tensor(name).type == before.tensor(name).type and after.tensor(name).ne == before.tensor(name).ne
+        changed = ".ffn_" in name and "norm" not in name
+        assert np.array_equal(after.raw(name), before.raw(name)) != changed, name
+
+
+def test_rows_of_qat_are_what_the_last_pass_saw(small: ReluifyOptions) -> None:
+    last: dict[str, Any] = {}
+    seen = Seen()
+
+    def each(run: Any) -> None:
+        last.update(run=run, students=dict(run.distiller.students))
+
+    result = reluify(replace(small, qat="q4_0", steps=12, lr=5e-3), seen, each)
+    assert seen.notes == []
+    base, plan = BaseModel(small.out), read_plan(small.plan)
+    assert base.files[0].get("general.file_type") == 2  # MOSTLY_Q4_0
+    losses = []
+    for i, student in last["students"].items():
+        assert (
+            {tensor.type_name for tensor in base.ffn(i).values()}
+            == {plan.layers[i].ffn_down_t.row_type.name.lower()}
+            == {"q4_0"}
+        )
+        order = plan.layers[i].neuron_order
+        for name in ("gate", "up"):
+            assert np.array_equal(base.rows_f32(f"blk.{i}.ffn_{name}.weight"), student.rounded(name).numpy())
+        assert np.array_equal(plan.layers[i].ffn_down_t.to_f32(), student.rounded("down").numpy()[order])
+        student.begin(train=False)
+    graph, windows = last["run"].graph, last["run"].held_out
+    h = distill.forward_layers(graph, last["students"], range(2), graph.embed(windows))
+    half = N_CTX // 2
+    for states, window in zip(h, windows):
+        losses.append(distill.negative_log_likelihood(graph, states[None, half:], window[None, half:]))
+    assert result.measured[0].student == pytest.approx(np.exp(np.mean(losses)), rel=QUANTIZED_TOLERANCE)
+
+
+def test_rows_that_cannot_have_the_type_get_the_next_one_which_is_said_once(small: ReluifyOptions) -> None:
+    model = tiny_models.write_tiny_model(small.model, n_layer=2, n_ff=100)
+    seen = Seen()
+    reluify(replace(small, model=model, qat="q4_k", steps=2), seen)
+    assert seen.notes == [
+        "qat: rows of 64 values can't be q4_k; they are q5_0.",
+        "qat: rows of 100 values can't be q4_k; they are f16.",
+    ]
+    base, plan = BaseModel(small.out), read_plan(small.plan)
+    assert [tensor.type_name for tensor in base.ffn(1).values()] == ["q5_0", "q5_0", "f16"]
+    assert {layer.ffn_down_t.row_type.name for layer in plan.layers} == {"Q5_0"}
+
+
+@pytest.mark.parametrize("given", ["model", "sidecar", "plan of another name"])
+def test_a_models_plan_says_the_teachers_activation(small: ReluifyOptions, given: str) -> None:
+    name = "plan.powerinfer.gguf" if given == "plan of another name" else "model.powerinfer.gguf"
+    plan = tiny_models.write_tiny_plan(small.model, small.model.with_name(name), activation="relu")
+    with Runner(plan, small.model, n_ctx=N_CTX, n_threads=1, note=print) as runner:
+        windows: list[np.ndarray] = []
+        result = reluify(
+            replace(small, model=small.model if given == "model" else plan, lr=1e-9, end_to_end_lr=1e-9),
+            each=lambda run: windows.append(run.held_out.numpy().astype(np.int32)),
+        )
+        expected = np.exp(np.mean([runner.likelihood(window) for window in windows[0]]))
+    assert result.log[0]["loss"] < 1e-9
+    assert result.measured[0].teacher == pytest.approx(expected, rel=1e-6)
+    assert result.measured[0].student == pytest.approx(expected, rel=1e-3)
+
+
+def test_other_text_is_measured_too(small: ReluifyOptions, tmp_path: Path) -> None:
+    other = tmp_path / "other.txt"
+    other.write_text("".join(random.Random(1).choices("abcdefghij ", k=4000)))
+    result = reluify(replace(small, check=(other, small.text[0])))
+    assert [found.name for found in result.measured] == ["held-out windows of the text", "other.txt", "words.txt"]
+    for model, plan, whose in ((small.model, None, "teacher"), (small.out, small.plan, "student")):
+        with Runner(plan, model, n_ctx=N_CTX, n_threads=1, sparsity="exact", note=print) as runner:
+            windows, _ = text_windows(runner, [other], 2 * N_CTX, n_needed=2, note=print)
+            expected = np.exp(np.mean([runner.likelihood(window) for window in windows]))
+        assert getattr(result.measured[1], whose) == pytest.approx(expected, rel=1e-6)
+
+
+# ---- Time ----------------------------------------------------------------------------------------------------------
+
+
+def test_hours_are_kept_over_all_stops(small: ReluifyOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reluify_model, "_LEAST_FINISHING_SECONDS", 3.0)
+    options = replace(small, steps=None, hours=6.5 / 3600)
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        reluify(options, each=lambda run: run.state.seconds > 1.0 and signal.raise_signal(signal.SIGINT))
+    first = time.monotonic() - began
+    result = reluify(replace(options, resume=True))
+    total = time.monotonic() - began
+    assert first < 3.5 < total and 3.5 < result.seconds < 6.5
+    assert result.log[-1]["seconds"] == pytest.approx(3.5, abs=0.5)
+    assert {entry["stage"] for entry in result.log} >= {"blended", "end to end"}
+    assert len(result.log) < 60
+
+
+def test_time_for_the_output_is_left(small: ReluifyOptions) -> None:
+    base = BaseModel(small.model)
+    run = types.SimpleNamespace(held_out=np.zeros((16, 32)), windows=np.zeros((1000, 32)), window_seconds=0.5)
+    n_bytes = sum(base.tensor(name).n_bytes for name in base.tensors)
+    # both models on held-out and check windows, and the profile; twice as slow as here, then writing
+    expected = 3600 - 2.0 * 0.5 * (16 * 4 + 1000) - n_bytes / 50e6
+    options = replace(small, steps=None, hours=1.0, check=small.text)
+    assert reluify_model._training_seconds(options, base, run) == pytest.approx(expected)
+    run.window_seconds = 1e-6
+    assert reluify_model._training_seconds(options, base, run) == 3590.0
+    with pytest.raises(
+        OptionError, match=r"hours: 0\.001; writing and measuring the result takes 0\.0028 alone; expected several"
+    ):
+        reluify_model._training_seconds(replace(options, hours=0.001), base, run)
 
 
 # ---- Stops ---------------------------------------------------------------------------------------------------------
@@ -476,7 +620,7 @@ def files_up_to(n_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def limit(n_bytes: int) -> Callable[[], None]:
+def full_at(n_bytes: int) -> Callable[[], None]:
     return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
@@ -490,7 +634,7 @@ def test_full_disk_under_the_checkpoint_keeps_the_one_before(
     def each(run: Any) -> None:
         states.append((folder / "checkpoint.pt").read_bytes())
         if run.state.step == 3:
-            limit(100_000)()
+            full_at(100_000)()
 
     with (
         files_up_to(1 << 40),
@@ -517,7 +661,7 @@ def test_full_disk_under_the_output_keeps_the_old_one(small: ReluifyOptions, sta
     old = [path.read_bytes() for path in (small.out, small.plan)]
     other = replace(small, activation="drelu")
     with files_up_to(1 << 40), pytest.raises(OSError) as caught:
-        reluify(other, Seen(at={stage: limit(n_bytes)}))
+        reluify(other, Seen(at={stage: full_at(n_bytes)}))
     assert caught.value.errno == errno.EFBIG
     assert [path.read_bytes() for path in (small.out, small.plan)] == old
     reluify(replace(other, resume=True))
@@ -529,7 +673,7 @@ def test_full_disk_under_hidden_states_is_an_error(text: Path, tmp_path: Path) -
 
     def each(run: Any) -> None:
         if run.state.step == 4:
-            limit(22 * N_CTX * 64 * 4)()  # all but the header
+            full_at(22 * N_CTX * 64 * 4)()  # all but the header
 
     with files_up_to(1 << 40), pytest.raises(OSError) as caught:
         reluify(options, each=each)
@@ -610,3 +754,12 @@ def test_rows_that_need_an_importance_matrix_are_refused_before_the_training(
     small = replace(small, model=model.with_name("iq.gguf"))
     refusal(small, rf"iq\.gguf: row type: {kind.name} needs an importance matrix; .* Pass --qat with one\.")
     assert reluify(replace(small, qat="q8_0", steps=1)).measured
+
+
+def test_a_loss_that_is_no_number_ends_the_run(small: ReluifyOptions) -> None:
+    with pytest.raises(
+        OptionError,
+        match=r"lr: the loss of step \d+ \((local|blended|end to end)\) is (nan|inf); expected a number; pass",
+    ):
+        reluify(replace(small, lr=1e30, end_to_end_lr=1e30))
+    assert not small.out.exists()

@@ -422,10 +422,11 @@ def _training_seconds(options: ReluifyOptions, base: BaseModel, run: Run) -> flo
     n_bytes = sum(base.tensor(name).n_bytes for name in base.tensors)
     n_windows = len(run.held_out) * (2 + 2 * len(options.check)) + _profile_windows(options, len(run.windows))
     finishing = _FINISHING_FACTOR * n_windows * run.window_seconds + n_bytes / _WRITTEN_BYTES_PER_SECOND
-    seconds = options.hours * 3600.0 - max(finishing, _LEAST_FINISHING_SECONDS)
+    finishing = max(finishing, _LEAST_FINISHING_SECONDS)
+    seconds = options.hours * 3600.0 - finishing
     if seconds < finishing:
         raise OptionError(
-            f"hours: {options.hours:g}; writing and measuring the result takes {finishing / 3600:.2f} alone; expected several times that; "
+            f"hours: {options.hours:g}; writing and measuring the result takes {finishing / 3600:.4f} alone; expected several times that; "
             "pass more --hours."
         )
     return seconds

@@ -6,6 +6,7 @@ after the other, over windows whose hidden states before the group are kept on d
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType
 
+from powerinfer_py.errors import OptionError
 from powerinfer_py.format import atomic_path
 
 from .distill import Distiller, StepResult, forward_layers, perplexity
@@ -223,6 +225,11 @@ class Run:
                     for whose in ("teacher", "student")
                 )
             result = self.distiller.local_step(teacher, student, blend, wished, share * options.lr)
+        if not math.isfinite(result.loss):
+            raise OptionError(
+                f"lr: the loss of step {state.step + 1} ({stage}) is {result.loss}; expected a number; "
+                "pass a smaller --lr or --end-to-end-lr."
+            )
         if state.step == 0:
             state.start_density = max(result.densities)
         state.step += 1
