@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
+import os
 import random
 import re
 import resource
+import shutil
 import signal
+import subprocess
 import sys
 import time
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +28,8 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from test_convert import TOKENS, logits, stock_logits
 
-from powerinfer_py.errors import FormatError, OptionError
+from powerinfer_py import cli
+from powerinfer_py.errors import FormatError, OptionError, PlanError
 from powerinfer_py.format import BaseModel, read_plan
 from powerinfer_py.tools import distill, reluify_model, reluify_run
 from powerinfer_py.tools.reluify_model import Reluified, ReluifyOptions
@@ -763,3 +768,225 @@ def test_a_loss_that_is_no_number_ends_the_run(small: ReluifyOptions) -> None:
     ):
         reluify(replace(small, lr=1e30, end_to_end_lr=1e30))
     assert not small.out.exists()
+
+
+KILLED = """
+import os, signal, sys
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+import torch
+from powerinfer_py.tools import profile_activations, reluify_model, reluify_run
+
+weight = torch.ones(1, requires_grad=True)  # what is loaded late is loaded once, before the children
+weight.sum().backward()
+torch.optim.Adam([weight], fused=True).step()
+model, text, out = map(Path, sys.argv[1:4])
+die = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+save, rename = torch.save, Path.replace
+
+def half(values, path):
+    save(values, path)
+    with open(path, "r+b") as file:
+        file.truncate(1000)
+    die()
+
+def between(path, target):
+    rename(path, target)
+    die()
+
+def patch(point):
+    def report(run, entry):
+        if point == "training" and run.state.step == 4:
+            die()
+        if point == "checkpoint" and run.state.step == 4:
+            torch.save = half
+    if point == "renaming":
+        Path.replace = between
+
+    @contextmanager
+    def steps(what, n):
+        yield lambda text=None: what == point and die()
+
+    return steps, report
+
+reluify_run._SAVE_SECONDS = 0.0
+for point in sys.argv[4:]:
+    child = os.fork()
+    if child == 0:
+        steps, report = patch(point)
+        folder = out / point
+        options = reluify_model.ReluifyOptions(model, (text,), folder / "out.gguf", activation="drelu", steps=6, tokens=768, ctx=32, batch=2, threads=1, dtype="f32")
+        reluify_model.reluify(options, steps, report, print)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL, point
+"""
+
+
+def test_a_killed_run_leaves_the_old_output_and_a_whole_checkpoint(small: ReluifyOptions, tmp_path: Path) -> None:
+    points = ("training", "checkpoint", "writing", "counting", "measuring", "renaming")
+    reluify(small)
+    old = [path.read_bytes() for path in (small.out, small.plan)]
+    for point in points:
+        (tmp_path / point).mkdir()
+        for path in (small.out, small.plan):
+            shutil.copy(path, tmp_path / point)
+    command = [sys.executable, "-c", KILLED, small.model, small.text[0], tmp_path, *points]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, check=True, timeout=120, env=environment)
+    new = replace(small, activation="drelu")
+    reluify(new)
+    rows = rows_of(small.out)
+    for point in points:
+        options = replace(new, out=tmp_path / point / "out.gguf", resume=True)
+        if point == "renaming":  # between the two: the old model isn't run with the new plan
+            assert options.out.read_bytes() == old[0] and options.plan.read_bytes() != old[1]
+            with pytest.raises(PlanError, match="the plan was made for"):
+                read_plan(options.plan).open_base()
+        elif point == "measuring":
+            assert rows_of(options.out) == rows and read_plan(options.plan).open_base()
+        else:
+            assert [path.read_bytes() for path in (options.out, options.plan)] == old, point
+        state = torch.load(tmp_path / point / "out.reluify" / "checkpoint.pt", weights_only=True)["state"]
+        assert (state["step"], state["i_group"]) == ((3, 0) if point in ("training", "checkpoint") else (0, 1))
+        seen = Seen()
+        reluify(options, seen)
+        assert seen.notes == [] and rows_of(options.out) == rows, point
+        assert read_plan(options.plan).open_base()
+        assert names(tmp_path / point) == {"out.gguf", "out.powerinfer.gguf"}
+
+
+# ---- Command line --------------------------------------------------------------------------------------------------
+
+
+def command(options: ReluifyOptions, *more: object) -> list[str]:
+    texts = [str(path) for path in options.text]
+    sizes = f"--tokens {options.tokens} --ctx {N_CTX} --batch 2 --threads 1 --dtype f32".split()
+    return ["reluify", str(options.model), "--text", *texts, "-o", str(options.out), *sizes, *map(str, more)]
+
+
+def test_command_prints_checks_and_result_and_draws_them(
+    small: ReluifyOptions, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(command(small, "--steps", 5, "--check", small.text[0], "--lr", "1e-3")) == 0
+    out, err = capsys.readouterr()
+    lines = out.splitlines()
+    check = r"0:00:\d\d {:<10} +\d+\.\d{{3}} M tokens, loss [\d.]+, perplexity [\d.]+ \([\d.]+ x\), density [\d.]+ \([\d.]+ to [\d.]+; wished [\d.]+\)"
+    for line, stage in zip(lines, ("local", "blended", "end to end", "end to end", "end to end")):
+        assert re.fullmatch(check.format(stage), line), line
+    assert re.fullmatch(rf"{small.out}: \d\.\d MB, relu, density 0\.\d+; plan: {small.plan}", lines[5])
+    for line, name in zip(lines[6:8], ("held-out windows of the text", "words.txt")):
+        assert re.fullmatch(rf"perplexity, {name}: [\d.]+ -> [\d.]+ \([\d.]+ x\)", line), line
+    assert lines[8] == f"0.00 hours. Next: powerinfer train {small.out}, powerinfer run {small.out}."
+    assert lines[9] == f"picture: {small.out.with_suffix('.png')}" and len(lines) == 10
+    assert small.out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    assert not [line for line in err.splitlines() if line.startswith("powerinfer")]
+    assert names(small.out.parent) == {"in", "out.gguf", "out.powerinfer.gguf", "out.png"}
+
+
+def test_defaults_of_the_command_are_those_of_its_options() -> None:
+    parser = argparse.ArgumentParser()
+    reluify_model.add_arguments(parser)
+    args = vars(parser.parse_args(["m.gguf", "--text", "t.txt", "-o", "out.gguf"]))
+    for option in fields(ReluifyOptions):
+        if option.default is not MISSING:
+            expected = list(option.default) if isinstance(option.default, tuple) else option.default
+            assert args[option.name] == expected, option.name
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        (["-o", "out.bin"], "out: out.bin; expected a name that ends in .gguf, for a stock GGUF; rename it."),
+        (["-o", "x.powerinfer.gguf"], "expected a name that ends in .gguf, for a stock GGUF; rename it."),
+        (["-o", "none/out.gguf"], "out: none isn't a folder; expected one; make it first."),
+        (["--ctx", "3"], "ctx: 3; expected at least 4 tokens per window"),
+        (["--qat", "q9_9"], "row type: found 'q9_9'; expected a ggml weight type such as q4_0"),
+        (["--activation", "gelu"], "invalid choice: 'gelu'"),
+        (["--density", "0"], "'0'; expected a share between 0 and 1"),
+        (["--density", "nan"], "'nan'; expected a share between 0 and 1"),
+        (["--hours", "0"], "hours: 0.0; expected more than 0; pass another number."),
+        (["--hours", "inf"], "hours: inf; expected more than 0"),
+        (["--hours", "1e-3"], "hours: 0.001; writing and measuring the result takes"),
+        (["--lr", "-1"], "lr: -1.0; expected more than 0"),
+        (["--end-to-end-lr", "nan"], "end-to-end-lr: nan; expected more than 0"),
+        (["--memory", "nan"], "memory: nan; expected more than 0"),
+        (["--memory", "1e-6"], "memory: 0.0 GiB; one layer needs"),
+        (["--seed", "-1"], "seed: -1; expected 0 or more; pass another number."),
+        (["--steps", "0"], "0; expected at least 1"),
+        (["--batch", "x"], "invalid count_of value: 'x'"),
+        (["--text", "none.txt"], "none.txt: No such file or directory; expected a text file; check the path."),
+        (["--plot", "x.png", "--no-plot"], "plot: --plot and --no-plot were given; expected one of them"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)  # fmt: skip
+def test_wrong_options_are_one_line_and_leave_nothing(
+    small: ReluifyOptions,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    more: list[str],
+    expected: str,
+) -> None:
+    monkeypatch.chdir(small.out.parent)
+    assert cli.main(command(small, *more)) == 1
+    out, err = capsys.readouterr()
+    said = [line for line in err.splitlines() if line.startswith("powerinfer: ") and "note:" not in line]
+    assert out == "" and len(said) == 1 and expected in said[0]
+    assert names(Path()) == {"in"}
+
+
+@pytest.mark.parametrize("name", ["none.gguf", "text.gguf", "empty"])
+def test_what_is_no_model_is_one_line(small: ReluifyOptions, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    folder = small.model.parent
+    (folder / "text.gguf").write_text("no model at all, but a text that is long enough")
+    (folder / "empty").mkdir()
+    assert cli.main(command(replace(small, model=folder / name))) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("powerinfer: ") and err.count("\n") == 1 and name in err
+    assert names(small.out.parent) == {"in"}
+
+
+@pytest.mark.parametrize(("package", "extra"), [("torch", "train"), ("matplotlib", "plot")])
+def test_missing_packages_are_named(small: ReluifyOptions, package: str, extra: str) -> None:
+    script = (
+        f"import sys; sys.modules[{package!r}] = None; from powerinfer_py import cli; sys.exit(cli.main(sys.argv[1:]))"
+    )
+    found = subprocess.run([sys.executable, "-c", script, *command(small)], capture_output=True, text=True, check=False)
+    assert found.returncode == 1
+    assert f"{package} isn't installed; expected it; pip install 'powerinfer_py[{extra}]'" in found.stderr
+    assert found.stderr.count("\n") == 1
+
+
+def test_ctrl_c_ends_the_command_with_130_and_resume_goes_on(small: ReluifyOptions) -> None:
+    start = [sys.executable, "-m", "powerinfer_py.cli", *command(small, "--no-plot", "--steps", 10**6)]
+    process = subprocess.Popen(
+        start,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    assert "local" in process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in err
+    assert (
+        err
+        == f"powerinfer: note: stopped; what was reached is kept in {small.out.with_name('out.reluify')}; the same command with --resume goes on.\n"
+    )
+    assert names(small.out.parent) == {"in", "out.reluify"}
+    assert cli.main(command(small, "--no-plot", "--steps", 1, "--resume")) == 0
+    assert names(small.out.parent) == {"in", "out.gguf", "out.powerinfer.gguf"}
+
+
+@pytest.mark.parametrize(
+    ("n_bytes", "expected"), [(50_000, "layer-0.pt: it could not be written; "), (100_000, "File too large")]
+)
+def test_full_disk_ends_the_command_with_1(
+    small: ReluifyOptions, capsys: pytest.CaptureFixture[str], n_bytes: int, expected: str
+) -> None:
+    with files_up_to(n_bytes):
+        assert cli.main(command(small, "--no-plot", "--steps", 2)) == 1
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("powerinfer")]
+    assert len(said) == 1 and expected in said[0]
+    assert not small.out.exists() and not small.plan.exists()
