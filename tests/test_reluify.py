@@ -33,8 +33,9 @@ from powerinfer_py.errors import FormatError, OptionError, PlanError
 from powerinfer_py.format import BaseModel, read_plan
 from powerinfer_py.tools import distill, reluify_model, reluify_run
 from powerinfer_py.tools.reluify_model import Reluified, ReluifyOptions
-from powerinfer_py.tools.rewrite_gguf import TensorSource, write_changed
-from powerinfer_py.tools.text_runner import Runner, text_windows
+from powerinfer_py.tools.rewrite_gguf import TensorSource, string_entry, write_changed
+from powerinfer_py.tools.terminal import interruptible
+from powerinfer_py.tools.text_runner import Runner, Vocabulary, text_windows
 from powerinfer_py.tools.torch_graph import Graph
 
 # Of the largest logit: F32 throughout, but upstream's GELU is looked up in F16, and sums have another order.
@@ -134,16 +135,29 @@ def divergence(teacher: torch.Tensor, student: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize(
-    ("family", "activation"),
-    [("mistral-silu", "relu"), ("qwen2", "drelu"), ("gemma", "relu"), ("llama-silu", "relu_sqr"), ("opt", "relu_sqr")],
+    ("family", "activation", "dtype"),
+    [
+        ("mistral-silu", "relu", "f32"),
+        ("qwen2", "drelu", "f32"),
+        ("gemma", "relu", "bf16"),
+        ("llama-silu", "relu_sqr", "f32"),
+        ("opt", "relu_sqr", "f32"),
+    ],
 )
 def test_any_family_learns_loads_and_equals_plain_torch(
-    tmp_path: Path, text: Path, family: str, activation: str
+    tmp_path: Path, text: Path, family: str, activation: str, dtype: str
 ) -> None:
     config = {"mlp_bias": True} if family == "llama-silu" else {}
     checkpoint = hf.FAMILIES[family](**config).save(tmp_path / "hf")
     options = small_run(
-        checkpoint, text, tmp_path / "out.gguf", activation=activation, steps=40, lr=5e-3, end_to_end_lr=3e-3
+        checkpoint,
+        text,
+        tmp_path / "out.gguf",
+        activation=activation,
+        steps=40,
+        lr=5e-3,
+        end_to_end_lr=3e-3,
+        dtype=dtype,
     )
     seen = Seen()
     start: list[torch.Tensor] = []
@@ -990,3 +1004,43 @@ def test_full_disk_ends_the_command_with_1(
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("powerinfer")]
     assert len(said) == 1 and expected in said[0]
     assert not small.out.exists() and not small.plan.exists()
+
+
+# ---- What it shares with other verbs -------------------------------------------------------------------------------
+
+
+def test_a_vocabulary_without_weights_reads_text_as_the_whole_model_does(smollm2: Path, model: Path) -> None:
+    for path, bos in ((smollm2, None), (model, 1)):
+        with (
+            Vocabulary(path, n_ctx=N_CTX) as vocabulary,
+            Runner(None, path, n_ctx=N_CTX, n_threads=1, note=print) as runner,
+        ):
+            for special in (False, True):
+                found = vocabulary.tokenize("<|im_start|>user\na text</s>", special)
+                assert (
+                    np.array_equal(found, runner.tokenize("<|im_start|>user\na text</s>", special)) and len(found) > 3
+                )
+            assert vocabulary.bos == runner.bos == bos
+            vocabulary.close()
+
+
+def test_a_model_without_a_vocabulary_is_refused(small: ReluifyOptions, tmp_path: Path) -> None:
+    base = BaseModel(small.model)
+    key = "tokenizer.ggml.model"
+    write_changed(base, tmp_path / "in" / "none.gguf", {key: string_entry(key, "no_vocab")}, [], lambda *_: None)
+    refusal(
+        replace(small, model=tmp_path / "in" / "none.gguf"),
+        "it has no vocabulary; expected one, to read text",
+        PlanError,
+    )
+
+
+def test_signals_end_a_run_after_its_step_and_get_their_handlers_back() -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    for number in (signal.SIGINT, signal.SIGTERM):
+        with pytest.raises(ZeroDivisionError), interruptible() as stopped:
+            assert not stopped()
+            signal.raise_signal(number)
+            assert stopped()
+            1 / 0  # noqa: B018
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before

@@ -178,7 +178,7 @@ def test_divergence_and_its_gradient_are_those_of_autograd(
     assert (student.grad.double() - exact.grad).abs().max() < tolerance * exact.grad.abs().max()
     assert teacher.grad is None
     same = HeadDivergence.apply(student, student.detach(), head, False)
-    assert abs(float(same)) < TOLERANCE
+    assert abs(same.item()) < TOLERANCE
 
 
 # ---- Steps ---------------------------------------------------------------------------------------------------------
