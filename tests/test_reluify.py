@@ -203,12 +203,18 @@ def test_density_falls_to_its_aim_and_more_pressure_makes_less(
     for aim in (0.4, 0.2):
         options = replace(small, density=aim, steps=120, lr=1e-2, end_to_end_lr=6e-3)
         result = reluify(options)
-        wished = [entry["wished_density"] for entry in result.log]
-        assert wished == sorted(wished, reverse=True) and wished[0] > 0.45 and wished[-1] == aim
+        for wished in zip(*(entry["wished_density"] for entry in result.log)):  # of each layer
+            assert list(wished) == sorted(wished, reverse=True) and wished[0] > 0.45 and wished[-1] == aim
         assert all(abs(density - aim) < 0.25 * aim for density in result.log[-1]["density"])
         assert result.density == pytest.approx(np.mean(result.log[-1]["density"]), abs=0.1 * aim)
         found.append(result.density)
     assert found[1] < 0.6 * found[0]
+
+
+def test_layers_below_the_aim_stay_there_even_where_nothing_fires(small: ReluifyOptions) -> None:
+    model = tiny_models.write_tiny_model(small.model, "gpt2", n_layer=2, n_ff=96, up_bias=-100.0)
+    log = reluify(replace(small, model=model)).log
+    assert all(entry["density"] == [0.0, 0.0] and max(entry["wished_density"]) < 0.01 for entry in log)
 
 
 def test_only_the_named_keys_and_ffn_rows_change(small: ReluifyOptions) -> None:

@@ -201,10 +201,18 @@ def test_a_student_that_is_the_teacher_has_no_loss(tiny_model: Callable[..., Pat
     trained = distiller(BaseModel(tiny_model(arch, n_layer=2)), activation, own=activation)
     embedded = trained.graph.embed(tokens())
     for blend in (0.0, 0.4, 1.0):
-        assert trained.local_step(embedded, embedded, blend, 0.5, 0.0).loss < 1e-10
-    result = trained.end_to_end_step(tokens(), 0.5, 0.0)
+        assert trained.local_step(embedded, embedded, blend, [0.5, 0.5], 0.0).loss < 1e-10
+    result = trained.end_to_end_step(tokens(), [0.5, 0.5], 0.0)
     assert abs(result.loss) < 1e-6 and max(result.errors) < 1e-10
     assert all(0.2 < density < 0.8 for density in result.densities)
+
+
+def test_densities_are_those_of_the_blocks_on_the_teachers_states(tiny_model: Callable[..., Path]) -> None:
+    trained = distiller(BaseModel(tiny_model(n_layer=2)))
+    embedded = trained.graph.embed(tokens())
+    result = trained.local_step(embedded, embedded, 0.0, [0.5, 0.5], 0.0)
+    assert trained.densities(embedded) == pytest.approx(result.densities)
+    assert all(not ffn._seen for ffn in trained.students.values())
 
 
 def test_blended_block_learns_what_brings_the_hidden_state_back(tiny_model: Callable[..., Path]) -> None:
@@ -212,7 +220,7 @@ def test_blended_block_learns_what_brings_the_hidden_state_back(tiny_model: Call
     trained.graph.residual_scale = 0.5  # MiniCPM's
     graph, teacher = trained.graph, trained.graph.embed(tokens())
     student = teacher + 0.1 * torch.randn(teacher.shape, generator=torch.Generator().manual_seed(6))
-    found = trained.local_step(teacher, student, 0.75, 0.5, 0.0).errors
+    found = trained.local_step(teacher, student, 0.75, [0.5, 0.5], 0.0).errors
     h = {"teacher": teacher, "student": student}
     for i, ffn in trained.students.items():
         after, x = graph.attend(i, h["teacher"])
@@ -233,7 +241,7 @@ def test_end_to_end_step_goes_down_the_gradient_of_the_whole(tiny_model: Callabl
     trained.optimizer.step = lambda: seen.update(
         {(i, name): w.grad.clone() for i, ffn in trained.students.items() for name, w in ffn.weights.items()}
     )
-    result = trained.end_to_end_step(batch, 0.5, 0.0)
+    result = trained.end_to_end_step(batch, [0.5, 0.5], 0.0)
     logits = graph.forward(batch).detach().log_softmax(-1)
     h = own = graph.embed(batch)
     leaves = {i: {n: w.clone().requires_grad_() for n, w in ffn.weights.items()} for i, ffn in trained.students.items()}
@@ -286,7 +294,7 @@ def test_compiled_steps_equal_eager_ones(tiny_model: Callable[..., Path]) -> Non
     results = []
     for compiled in (False, True):
         trained = distiller(base, compiled=compiled)
-        results.append((trained.end_to_end_step(batch, 0.3, 1e-3), trained.students[0].weights))
+        results.append((trained.end_to_end_step(batch, [0.3], 1e-3), trained.students[0].weights))
     eager, other = results
     assert other[0].loss == pytest.approx(eager[0].loss, rel=1e-4)
     assert other[0].errors == pytest.approx(eager[0].errors, rel=1e-4) and other[0].densities == eager[0].densities

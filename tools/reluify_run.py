@@ -31,6 +31,7 @@ LOCAL_GROUPED, BLENDED_GROUPED = 0.3, 0.7
 # Of the training: between these the wished density falls from the one found first to its aim.
 _RAMP = (0.02, 0.5)
 _N_WARMUP_STEPS = 20
+_WARMUP = 0.03  # of the end-to-end stage
 _CHECKS = 40  # of the held-out text, over the run
 _SAVE_SECONDS = 300.0
 
@@ -147,16 +148,19 @@ class Run:
         warmup = min(1.0, (self.state.step + 1) / _N_WARMUP_STEPS)
         local, blended = (LOCAL, BLENDED) if self.whole else (LOCAL_GROUPED, BLENDED_GROUPED)
         if self.whole and p >= blended:
-            return "end to end", 1.0, (1.0 - p) / (1.0 - blended)
+            q = (p - blended) / (1.0 - blended)
+            return "end to end", 1.0, min(1.0, q / _WARMUP) * (1.0 - q)
         blend = min(1.0, max(0.0, (p - local) / (blended - local)))
         return ("blended" if blend else "local"), blend, warmup * (1.0 - 0.5 * p / blended if self.whole else 1.0 - p)
 
-    def wished_density(self) -> float:
-        """That layers are steered to now: falls geometrically, then stays."""
-        aim = self.options.density
-        start = max(aim, self.state.start_density)
+    def wished_densities(self) -> list[float]:
+        """What each layer of the group is steered to now: falls geometrically from where it began to the aim, then stays.
+
+        A layer that began below the aim stays there.
+        """
         share = min(1.0, max(0.0, (self.group_progress() - _RAMP[0]) / (_RAMP[1] - _RAMP[0])))
-        return start * (aim / start) ** share
+        aim = self.options.density
+        return [start * (min(start, aim) / start) ** share for start in self.state.start_density]
 
     def seconds(self) -> float:
         """Of the whole run so far."""
@@ -214,27 +218,32 @@ class Run:
         stage, blend, share = self.stage()
         picked = self._picked(state.step)
         tokens = torch.from_numpy(self.windows[picked].astype(np.int64)).to(self.graph.device)
-        wished = self.wished_density()
+        if not state.start_density:
+            state.start_density = self.distiller.densities(self._inputs(tokens, picked)[1])
+        wished = self.wished_densities()
         if stage == "end to end":
             result = self.distiller.end_to_end_step(tokens, wished, share * options.end_to_end_lr)
         else:
-            teacher = student = self.graph.embed(tokens)
-            if state.i_group:
-                teacher, student = (
-                    torch.from_numpy(self.folder.hidden(whose, state.i_group)[picked]).to(self.graph.device)
-                    for whose in ("teacher", "student")
-                )
-            result = self.distiller.local_step(teacher, student, blend, wished, share * options.lr)
+            result = self.distiller.local_step(*self._inputs(tokens, picked), blend, wished, share * options.lr)
         if not math.isfinite(result.loss):
             raise OptionError(
                 f"lr: the loss of step {state.step + 1} ({stage}) is {result.loss}; expected a number; "
                 "pass a smaller --lr or --end-to-end-lr."
             )
-        if state.step == 0:
-            state.start_density = max(result.densities)
         state.step += 1
         state.n_tokens += tokens.numel()
         return stage, result
+
+    def _inputs(self, tokens: torch.Tensor, picked: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden states before the group, of the teacher and of the sparse model."""
+        if self.state.i_group == 0:
+            h = self.graph.embed(tokens)
+            return h, h
+        teacher, student = (
+            torch.from_numpy(self.folder.hidden(whose, self.state.i_group)[picked]).to(self.graph.device)
+            for whose in ("teacher", "student")
+        )
+        return teacher, student
 
     def _picked(self, step: int) -> np.ndarray:
         """Windows of a step, ascending; each epoch shuffles them anew."""
@@ -258,7 +267,7 @@ class Run:
             "loss": result.loss,
             "errors": [round(error, 5) for error in result.errors],
             "density": [round(density, 4) for density in result.densities],
-            "wished_density": round(self.wished_density(), 4),
+            "wished_density": [round(wished, 4) for wished in self.wished_densities()],
             "pressure": [round(weight, 5) for weight in self.distiller.weights.values()],
             "perplexity": found,
         }
@@ -296,6 +305,7 @@ class Run:
             self._write_hidden()
         state.i_group += 1
         state.step = 0
+        state.start_density = []
         self._tick()
         state.group_began = state.seconds
         self.distiller = None
