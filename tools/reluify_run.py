@@ -30,6 +30,7 @@ LOCAL, BLENDED = 0.08, 0.22
 LOCAL_GROUPED, BLENDED_GROUPED = 0.3, 0.7
 # Of the training: between these the wished density falls from the one found first to its aim.
 _RAMP = (0.02, 0.5)
+_LEAST_DENSITY = 1e-3  # to steer to, where a layer begins with nothing active
 _N_WARMUP_STEPS = 20
 _WARMUP = 0.03  # of the end-to-end stage
 _CHECKS = 40  # of the held-out text, over the run
@@ -219,7 +220,8 @@ class Run:
         picked = self._picked(state.step)
         tokens = torch.from_numpy(self.windows[picked].astype(np.int64)).to(self.graph.device)
         if not state.start_density:
-            state.start_density = self.distiller.densities(self._inputs(tokens, picked)[1])
+            found = self.distiller.densities(self._inputs(tokens, picked)[1])
+            state.start_density = [max(density, _LEAST_DENSITY) for density in found]
         wished = self.wished_densities()
         if stage == "end to end":
             result = self.distiller.end_to_end_step(tokens, wished, share * options.end_to_end_lr)
