@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import itertools
 import os
 import random
 import re
@@ -12,7 +13,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -310,18 +310,19 @@ def test_other_text_is_measured_too(small: ReluifyOptions, tmp_path: Path) -> No
 
 
 def test_hours_are_kept_over_all_stops(small: ReluifyOptions, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reluify_model, "_LEAST_FINISHING_SECONDS", 3.0)
-    options = replace(small, steps=None, hours=6.5 / 3600)
-    began = time.monotonic()
+    ticks = itertools.count()
+    clock = types.SimpleNamespace(
+        monotonic=lambda: next(ticks) * 0.1
+    )  # seconds pass when somebody asks: no load matters
+    monkeypatch.setattr(reluify_model, "time", clock)
+    monkeypatch.setattr(reluify_run, "time", clock)
+    options = replace(small, steps=None, hours=30 / 3600)
     with pytest.raises(KeyboardInterrupt):
-        reluify(options, each=lambda run: run.state.seconds > 1.0 and signal.raise_signal(signal.SIGINT))
-    first = time.monotonic() - began
+        reluify(options, each=lambda run: run.state.seconds > 8.0 and signal.raise_signal(signal.SIGINT))
     result = reluify(replace(options, resume=True))
-    total = time.monotonic() - began
-    assert first < 3.5 < total and 3.5 < result.seconds < 6.5
-    assert result.log[-1]["seconds"] == pytest.approx(3.5, abs=0.5)
-    assert {entry["stage"] for entry in result.log} >= {"blended", "end to end"}
-    assert len(result.log) < 60
+    assert result.log[-1]["seconds"] == pytest.approx(20.0, abs=1.0) and 20.0 < result.seconds < 25.0
+    assert (result.log[0]["stage"], result.log[-1]["stage"]) == ("local", "end to end")
+    assert 30 < len(result.log) < 50
 
 
 def test_time_for_the_output_is_left(small: ReluifyOptions) -> None:
@@ -853,7 +854,7 @@ def test_a_killed_run_leaves_the_old_output_and_a_whole_checkpoint(small: Reluif
             shutil.copy(path, tmp_path / point)
     command = [sys.executable, "-c", KILLED, small.model, small.text[0], tmp_path, *points]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run(command, check=True, timeout=120, env=environment)
+    subprocess.run(command, check=True, timeout=600, env=environment)
     new = replace(small, activation="drelu")
     reluify(new)
     rows = rows_of(small.out)
@@ -891,8 +892,8 @@ def test_command_prints_checks_and_result_and_draws_them(
     assert cli.main(command(small, "--steps", 5, "--check", small.text[0], "--lr", "1e-3")) == 0
     out, err = capsys.readouterr()
     lines = out.splitlines()
-    check = r"0:00:\d\d {:<10} +\d+\.\d{{3}} M tokens, loss [\d.]+, perplexity [\d.]+ \([\d.]+ x\), density [\d.]+ \([\d.]+ to [\d.]+; wished [\d.]+\)"
-    for line, stage in zip(lines, ("local", "blended", "end to end", "end to end", "end to end")):
+    check = r"0:00:\d\d {} +\d+\.\d{{3}} M tokens, loss [\d.]+, perplexity [\d.]+ \([\d.]+ x\), density [\d.]+ \([\d.]+ to [\d.]+; wished [\d.]+\)"
+    for line, stage in zip(lines[:5], ("local", *["(?:blended|end to end)"] * 3, "end to end")):
         assert re.fullmatch(check.format(stage), line), line
     assert re.fullmatch(rf"{small.out}: \d\.\d MB, relu, density 0\.\d+; plan: {small.plan}", lines[5])
     for line, name in zip(lines[6:8], ("held-out windows of the text", "words.txt")):
@@ -988,7 +989,7 @@ def test_ctrl_c_ends_the_command_with_130_and_resume_goes_on(small: ReluifyOptio
     )
     assert "local" in process.stdout.readline()
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=600)
     assert process.returncode == 130 and "Traceback" not in err
     assert (
         err

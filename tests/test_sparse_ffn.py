@@ -13,7 +13,7 @@ import torch
 from gguf import GGMLQuantizationType
 
 from powerinfer_py.format import BaseModel
-from powerinfer_py.tools import distill
+from powerinfer_py.tools import distill, sparse_ffn
 from powerinfer_py.tools.distill import Distiller, HeadDivergence, forward_layers, perplexity, relative_error
 from powerinfer_py.tools.sparse_ffn import SparseFfn, read_ffn, steered_weight
 from powerinfer_py.tools.torch_graph import Graph
@@ -132,8 +132,10 @@ def test_weight_of_pressure_follows_the_density_within_its_limits() -> None:
     assert steered_weight(0.5, 0.2, 0.2, 0.03) == 0.5
     assert steered_weight(0.5, 0.22, 0.2, 0.03) == pytest.approx(0.5 * (1 + 0.03 * 0.1))
     assert steered_weight(0.5, 0.9, 0.2, 0.03) == pytest.approx(0.5 * 1.03)  # far off is no faster than twice the wish
-    assert steered_weight(-0.1, 0.9, 0.2, 0.03) == pytest.approx(-0.1 + 0.03 * 0.1)
-    for density, limit in ((1.0, 3.0), (0.0, -0.3)):
+    assert steered_weight(-0.05, 0.9, 0.2, 0.03) == pytest.approx(-0.05 + 0.03 * 0.05)
+    least, most = sparse_ffn._WEIGHT_LIMITS
+    assert least < 0 < most
+    for density, limit in ((1.0, most), (0.0, least)):
         weight = 0.0
         for _ in range(2000):
             after = steered_weight(weight, density, 0.2, 0.03)
@@ -142,7 +144,7 @@ def test_weight_of_pressure_follows_the_density_within_its_limits() -> None:
         assert weight == limit
     for _ in range(2000):
         weight = steered_weight(weight, 1.0, 0.2, 0.03)
-    assert weight == 3.0  # it passes 0 again
+    assert weight == most  # it passes 0 again
 
 
 # ---- Losses --------------------------------------------------------------------------------------------------------
@@ -224,11 +226,12 @@ def test_blended_block_learns_what_brings_the_hidden_state_back(tiny_model: Call
     h = {"teacher": teacher, "student": student}
     for i, ffn in trained.students.items():
         after, x = graph.attend(i, h["teacher"])
-        wished, power_of = graph.add_ffn(after, graph.ffn(i, x)), graph.ffn(i, x)
+        wished = graph.add_ffn(after, graph.ffn(i, x))
         after, x = graph.attend(i, h["teacher"] + 0.75 * (h["student"] - h["teacher"]))
         ffn.begin(train=False)
         y = ffn(x).y
-        expected = relative_error(y, 2.0 * (wished - after), power_of)
+        target = 2.0 * (wished - after)
+        expected = relative_error(y, target, target)
         assert found[i] == pytest.approx(float(expected), rel=1e-5)
         h = {"teacher": wished, "student": after + 0.5 * y}
         ffn.end()
@@ -252,7 +255,11 @@ def test_end_to_end_step_goes_down_the_gradient_of_the_whole(tiny_model: Callabl
         after, x = graph.attend(i, h)
         a = (x @ w["gate"].T).relu()
         h = after + (a * (x @ w["up"].T)) @ w["down"]
-        loss = loss + relative_error(h, own, own) / 2 + 0.1 * trained_weight(i) * a.mean() ** 2 / (a * a).mean()
+        loss = (
+            loss
+            + relative_error(h, own, own) / 2
+            + distill._END_TO_END_SCALE * trained_weight(i) * a.mean() ** 2 / (a * a).mean()
+        )
     found = (graph.last_norm(h) @ graph.head().T).log_softmax(-1)
     divergence = (logits.exp() * (logits - found)).sum(-1).mean()
     (loss + divergence).backward()

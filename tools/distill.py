@@ -1,8 +1,7 @@
 """Distillation of a model's feed-forward blocks into sparse ones: layer by layer, then the whole model at once.
 
-Local: each block learns the teacher's output, first from the teacher's input, then more and more from the sparse model's own
-hidden states, where its target is what brings the layer's output back to the teacher's. End to end: the logits' KL divergence and the
-hidden states; attention stays as it is, and only FFNs learn.
+Local: a block learns the teacher's output from the teacher's input, then from the sparse model's own, where the target is what brings
+the layer's output back to the teacher's. End to end: the logits' KL divergence and the hidden states. Only FFNs learn.
 """
 
 from __future__ import annotations
