@@ -268,7 +268,12 @@ def test_rows_of_qat_are_what_the_last_pass_saw(small: ReluifyOptions) -> None:
 def test_rows_that_cannot_have_the_type_get_the_next_one_which_is_said_once(small: ReluifyOptions) -> None:
     model = tiny_models.write_tiny_model(small.model, n_layer=2, n_ff=100)
     seen = Seen()
-    reluify(replace(small, model=model, qat="q4_k", steps=2), seen)
+    small = replace(small, model=model, qat="q4_k", steps=2)
+    refusal(
+        replace(small, strict=True),
+        "rows of 64 values can't be q4_k; they are q5_0. --strict refuses that; leave it out",
+    )
+    reluify(small, seen)
     assert seen.notes == [
         "qat: rows of 64 values can't be q4_k; they are q5_0.",
         "qat: rows of 100 values can't be q4_k; they are f16.",

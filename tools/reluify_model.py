@@ -346,7 +346,10 @@ def _row_types(
         row_type = derived_row_type(wished, n_values)
         quantize_rows(np.zeros((1, n_values), np.float32), row_type.name)
         if row_type != wished:
-            note(f"qat: rows of {n_values} values can't be {options.qat}; they are {row_type.name.lower()}.")
+            text = f"qat: rows of {n_values} values can't be {options.qat}; they are {row_type.name.lower()}."
+            if options.strict:
+                raise OptionError(f"{text} --strict refuses that; leave it out to go on, or pass another --qat.")
+            note(text)
     return dict.fromkeys(ffns[0], derived_row_type(wished, base.n_embd))
 
 
