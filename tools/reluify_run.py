@@ -155,13 +155,14 @@ class Run:
         return ("blended" if blend else "local"), blend, warmup * (1.0 - 0.5 * p / blended if self.whole else 1.0 - p)
 
     def wished_densities(self) -> list[float]:
-        """What each layer of the group is steered to now: falls geometrically from where it began to the aim, then stays.
+        """What each layer of the group is steered to now: falls geometrically from where it began, then stays.
 
-        A layer that began below the aim stays there.
+        All layers fall by the same factor, so that the mean of the group's becomes the aim: layers differ in how many neurons they need.
         """
         share = min(1.0, max(0.0, (self.group_progress() - _RAMP[0]) / (_RAMP[1] - _RAMP[0])))
-        aim = self.options.density
-        return [start * (min(start, aim) / start) ** share for start in self.state.start_density]
+        starts = self.state.start_density
+        factor = min(1.0, self.options.density * len(starts) / sum(starts))
+        return [start * factor**share for start in starts]
 
     def seconds(self) -> float:
         """Of the whole run so far."""

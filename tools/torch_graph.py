@@ -326,7 +326,7 @@ class Graph:
 
     def add_ffn(self, after: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """The layer's output from attend()'s first and the FFN's output y."""
-        return after + self.residual_scale * y.float()
+        return compiled(_add, self.compiled)(after, y, self.residual_scale)
 
     def ffn(self, i_layer: int, x: torch.Tensor) -> torch.Tensor:
         """The model's own FFN: x (..., n_embd) -> the same shape."""
@@ -426,6 +426,10 @@ def _attend(
     after = h + block.residual_scale * _linear(weights, out, "attn_output").float()
     ffn_input = normed if block.kind.parallel else _norm(block, weights, after, "ffn_norm")
     return after, ffn_input.to(block.dtype)
+
+
+def _add(after: torch.Tensor, y: torch.Tensor, scale: float) -> torch.Tensor:
+    return after + scale * y.float()
 
 
 def _ffn(activation: str, weights: Mapping[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
