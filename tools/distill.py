@@ -8,14 +8,17 @@ hidden states; attention stays as it is, and only FFNs learn.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Optional, Union
 
 import torch
 from torch.nn import functional as F
 
 from .sparse_ffn import SparseFfn, steered_weight
 from .torch_graph import Graph, compiled
+
+Wished = Optional[Union[float, Sequence[float]]]
 
 # Rows of logits at a time: the vocabulary is wide.
 _HEAD_ROWS = 512
@@ -126,12 +129,15 @@ class Distiller:
         for parameter in parameters:
             parameter.grad = None
 
-    def _steer(self, densities: Iterable[float], wished: float) -> None:
-        for i, density in zip(self.students, densities):
-            self.weights[i] = steered_weight(self.weights[i], density, wished, _CONTROL_RATE)
+    def _steer(self, densities: Iterable[float], wished: Wished) -> None:
+        if wished is None:
+            return
+        aims = wished if isinstance(wished, Sequence) else [wished] * len(self.students)
+        for i, density, aim in zip(self.students, densities, aims):
+            self.weights[i] = steered_weight(self.weights[i], density, aim, _CONTROL_RATE)
 
     def local_step(
-        self, teacher: torch.Tensor, student: torch.Tensor | None, blend: float, wished: float, lr: float
+        self, teacher: torch.Tensor, student: torch.Tensor | None, blend: float, wished: Wished, lr: float
     ) -> StepResult:
         """One step in which every block learns by itself.
 
@@ -139,7 +145,7 @@ class Distiller:
             teacher: (n_seq, n_tok, n_embd) float32, the teacher's hidden states before the first layer.
             student: the sparse model's; None: the same.
             blend: 0: blocks read the teacher's hidden states; 1: the sparse model's.
-            wished: density to steer to.
+            wished: density to steer to, of all layers or one of each; None: none.
             lr: learning rate.
         """
         graph, errors, densities = self.graph, [], []
@@ -165,12 +171,12 @@ class Distiller:
         self._steer(densities, wished)
         return StepResult(sum(errors) / len(errors), errors, densities)
 
-    def end_to_end_step(self, tokens: torch.Tensor, wished: float, lr: float) -> StepResult:
+    def end_to_end_step(self, tokens: torch.Tensor, wished: Wished, lr: float) -> StepResult:
         """One step in which the whole model learns the teacher's logits and hidden states.
 
         Args:
             tokens: (n_seq, n_tok) int64.
-            wished: density to steer to.
+            wished: density to steer to, of all layers or one of each; None: none.
             lr: learning rate.
         """
         graph = self.graph

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType
 
-from powerinfer_py.format import atomic_path
+from powerinfer_py.format import BaseModel, atomic_path, derived_row_type
 
-from .distill import Distiller, StepResult, forward_layers, perplexity
+from .distill import Distiller, StepResult, Wished, forward_layers, perplexity
 from .reluify_state import RunFolder, RunState
 from .sparse_ffn import SparseFfn, read_ffn
 from .torch_graph import Graph
@@ -39,19 +39,20 @@ class RunOptions:
 
     Attributes:
         activation: of the sparse model.
-        density: aim for each layer, 0 to 1.
-        row_types: `gate`, `up`, `down` -> type that passes see rows rounded to; empty: none.
+        density: aim for each layer, 0 to 1, that is reached by and by; a list: each layer's own, from the start on; None: none.
+        row_types: `gate`, `up`, `down` -> type that passes see rows rounded to; empty: none; None: those that `start` has.
         groups: layers of each group, ascending.
         batch: windows per step.
         seconds: of the training, over all stops; None: n_steps decide.
         n_steps: of each group.
         lr, end_to_end_lr: peaks of the learning rate.
         seed: of the windows' order.
+        start: model whose FFNs the students begin with; None: the teacher.
     """
 
     activation: str
-    density: float
-    row_types: dict[str, GGMLQuantizationType]
+    density: float | list[float] | None
+    row_types: dict[str, GGMLQuantizationType] | None
     groups: list[range]
     batch: int
     seconds: float | None
@@ -59,6 +60,7 @@ class RunOptions:
     lr: float
     end_to_end_lr: float
     seed: int
+    start: BaseModel | None = None
 
 
 class Run:
@@ -102,7 +104,7 @@ class Run:
         self._saved = time.monotonic()
         self._began = began - self.state.seconds
         self.window_seconds = 0.0
-        self._start_density = max([options.density, *self.state.log[0]["density"]]) if self.state.log else 1.0
+        self._start_density = max(self.state.log[0]["density"]) if self.state.log else 1.0
         if not self.finished:
             self._read_group()
             if resume:
@@ -148,9 +150,12 @@ class Run:
         blend = min(1.0, max(0.0, (p - local) / (blended - local)))
         return ("blended" if blend else "local"), blend, warmup * (1.0 - 0.5 * p / blended if self.whole else 1.0 - p)
 
-    def wished_density(self) -> float:
-        """That layers are steered to now: falls geometrically, then stays."""
-        aim, start = self.options.density, self._start_density
+    def wished_density(self) -> Wished:
+        """That the group's layers are steered to now: one aim for all is approached geometrically."""
+        aim = self.options.density
+        if aim is None or isinstance(aim, list):
+            return aim and [aim[i] for i in self.options.groups[self.state.i_group]]
+        start = max(aim, self._start_density)
         share = min(1.0, max(0.0, (self.group_progress() - _RAMP[0]) / (_RAMP[1] - _RAMP[0])))
         return start * (aim / start) ** share
 
@@ -222,7 +227,7 @@ class Run:
                 )
             result = self.distiller.local_step(teacher, student, blend, wished, share * options.lr)
         if state.step == 0:
-            self._start_density = max(options.density, *result.densities)
+            self._start_density = max(result.densities)
         state.step += 1
         state.n_tokens += tokens.numel()
         return result
@@ -240,6 +245,7 @@ class Run:
         students = self._students(range(self.options.groups[self.state.i_group].stop))
         found = perplexity(self.graph, students, self.held_out, self.options.batch)
         self._tick()
+        wished = self.wished_density()
         entry = {
             "seconds": round(self.state.seconds, 1),
             "tokens": self.state.n_tokens,
@@ -249,7 +255,7 @@ class Run:
             "loss": result.loss,
             "errors": [round(error, 5) for error in result.errors],
             "density": [round(density, 4) for density in result.densities],
-            "wished_density": round(self.wished_density(), 4),
+            "wished_density": None if wished is None else round(float(np.mean(wished)), 4),
             "pressure": [round(weight, 5) for weight in self.distiller.weights.values()],
             "perplexity": found,
         }
@@ -268,10 +274,13 @@ class Run:
 
     def _read(self, i_layer: int, weights: dict[str, torch.Tensor] | None = None) -> SparseFfn:
         options, graph = self.options, self.graph
+        base, row_types = options.start or graph.base, options.row_types
+        if row_types is None:
+            row_types = {name: derived_row_type(tensor.type, base.n_embd) for name, tensor in base.ffn(i_layer).items()}
         if weights is None:
-            return read_ffn(graph, i_layer, options.activation, options.row_types)
+            return read_ffn(graph, base, i_layer, options.activation, row_types)
         moved = {name: weight.to(graph.device) for name, weight in weights.items()}
-        return SparseFfn(options.activation, moved, options.row_types, graph)
+        return SparseFfn(options.activation, moved, row_types, graph)
 
     def _read_group(self) -> None:
         group = self.options.groups[self.state.i_group]
@@ -338,6 +347,6 @@ def layer_groups(n_layer: int, n_per_group: int) -> list[range]:
     return [range(a, b) for a, b in zip(edges, edges[1:])]
 
 
-def run_folder(out: Path) -> Path:
-    """Where a run's files are kept: beside the output."""
-    return out.with_name(out.name.removesuffix(".gguf") + ".reluify")
+def run_folder(out: Path, verb: str) -> Path:
+    """Where the files of a verb's run are kept: beside the output."""
+    return out.with_name(f"{out.name.removesuffix('.gguf')}.{verb}")
