@@ -10,15 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Optional, Union
 
 import torch
 from torch.nn import functional as F
 
 from .sparse_ffn import SparseFfn, steered_weight
 from .torch_graph import Graph, compiled
-
-Wished = Optional[Union[float, Sequence[float]]]
 
 # Rows of logits at a time: the vocabulary is wide.
 _HEAD_ROWS = 512
@@ -129,15 +126,28 @@ class Distiller:
         for parameter in parameters:
             parameter.grad = None
 
-    def _steer(self, densities: Iterable[float], wished: Wished) -> None:
-        if wished is None:
-            return
-        aims = wished if isinstance(wished, Sequence) else [wished] * len(self.students)
-        for i, density, aim in zip(self.students, densities, aims):
+    def _steer(self, densities: Sequence[float], wished: Sequence[float]) -> None:
+        for i, density, aim in zip(self.students, densities, wished):
             self.weights[i] = steered_weight(self.weights[i], density, aim, _CONTROL_RATE)
 
+    def densities(self, h: torch.Tensor) -> list[float]:
+        """Share of active neurons in each block as it is now.
+
+        Args:
+            h: (n_seq, n_tok, n_embd) float32, hidden states before the first layer.
+        """
+        found = []
+        with torch.no_grad():
+            for i, ffn in self.students.items():
+                ffn.begin(train=False)
+                after, x = self.graph.attend(i, h)
+                found.append(float(ffn(x).density))
+                h = self.graph.add_ffn(after, self.graph.ffn(i, x))
+                ffn.end()
+        return found
+
     def local_step(
-        self, teacher: torch.Tensor, student: torch.Tensor | None, blend: float, wished: Wished, lr: float
+        self, teacher: torch.Tensor, student: torch.Tensor | None, blend: float, wished: Sequence[float], lr: float
     ) -> StepResult:
         """One step in which every block learns by itself.
 
@@ -145,7 +155,7 @@ class Distiller:
             teacher: (n_seq, n_tok, n_embd) float32, the teacher's hidden states before the first layer.
             student: the sparse model's; None: the same.
             blend: 0: blocks read the teacher's hidden states; 1: the sparse model's.
-            wished: density to steer to, of all layers or one of each; None: none.
+            wished: density to steer each layer to.
             lr: learning rate.
         """
         graph, errors, densities = self.graph, [], []
@@ -171,12 +181,12 @@ class Distiller:
         self._steer(densities, wished)
         return StepResult(sum(errors) / len(errors), errors, densities)
 
-    def end_to_end_step(self, tokens: torch.Tensor, wished: Wished, lr: float) -> StepResult:
+    def end_to_end_step(self, tokens: torch.Tensor, wished: Sequence[float], lr: float) -> StepResult:
         """One step in which the whole model learns the teacher's logits and hidden states.
 
         Args:
             tokens: (n_seq, n_tok) int64.
-            wished: density to steer to, of all layers or one of each; None: none.
+            wished: density to steer each layer to.
             lr: learning rate.
         """
         graph = self.graph

@@ -223,7 +223,7 @@ def _recovered(
     start = BaseModel(pruned)
     run_options = RunOptions(
         activation=source.activation,
-        density=_densities(plan),
+        density=None if source.activation in CALIBRATED_ACTIVATIONS else 1.0,  # 1: what each layer begins with
         row_types=None if options.qat else {},
         groups=groups,
         start=start,
@@ -251,7 +251,8 @@ def _recovered(
     if options.plot is not None:
         from .plot_reluify import write_plot
 
-        aim = run_options.density and sum(run_options.density) / base.n_layer
+        start = run.state.log[0]["wished_density"]
+        aim = sum(start) / len(start) if start else None
         write_plot(options.plot, run.state.log, run.state.teacher_perplexity, aim, options.out.name)
     if not options.keep:
         folder.remove()
@@ -280,14 +281,6 @@ def _result(
 def _measurable(model: Path, plan: Plan | None) -> tuple[Path, Path | None, str]:
     """What perplexities() wants of a model."""
     return model, plan and plan.path, "dense"
-
-
-def _densities(plan: Plan | None) -> list[float] | None:
-    """What each layer is steered to: the plan's densities, where the activation has exact zeros."""
-    if plan is None or plan.activation in CALIBRATED_ACTIVATIONS:
-        return None
-    densities = [layer.profile_density for layer in plan.layers]
-    return densities if all(densities) else None
 
 
 def _identity(options: PruneOptions, source: _Source, windows: np.ndarray, dtype: str) -> dict[str, Any]:

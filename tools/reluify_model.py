@@ -812,11 +812,14 @@ def run(args: argparse.Namespace) -> int:
 
 def log_line(entry: dict[str, Any], teacher_perplexity: float) -> str:
     """One check of a training, as a line."""
-    seconds, densities = round(entry["seconds"]), entry["density"]
+    seconds, densities, wished = round(entry["seconds"]), entry["density"], entry["wished_density"]
     line = (
         f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02} {entry['stage']:<10} {entry['tokens'] / 1e6:6.3f} M tokens, "
         f"loss {entry['loss']:.4f}, perplexity {entry['perplexity']:.3f} ({entry['perplexity'] / teacher_perplexity:.3f} x)"
     )
-    if entry["wished_density"] is None:
-        return line
-    return f"{line}, density {sum(densities) / len(densities):.3f} ({min(densities):.3f} to {max(densities):.3f}; wished {entry['wished_density']:.3f})"
+    if wished:
+        line += (
+            f", density {sum(densities) / len(densities):.3f} ({min(densities):.3f} to {max(densities):.3f}; "
+            f"wished {sum(wished) / len(wished):.3f})"
+        )
+    return line

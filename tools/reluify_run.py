@@ -18,7 +18,7 @@ from gguf import GGMLQuantizationType
 
 from powerinfer_py.format import BaseModel, atomic_path, derived_row_type
 
-from .distill import Distiller, StepResult, Wished, forward_layers, perplexity
+from .distill import Distiller, StepResult, forward_layers, perplexity
 from .reluify_state import RunFolder, RunState
 from .sparse_ffn import SparseFfn, read_ffn
 from .torch_graph import Graph
@@ -29,6 +29,7 @@ LOCAL_GROUPED, BLENDED_GROUPED = 0.3, 0.7
 # Of the training: between these the wished density falls from the one found first to its aim.
 _RAMP = (0.02, 0.5)
 _N_WARMUP_STEPS = 20
+_WARMUP = 0.03  # of the end-to-end stage
 _CHECKS = 40  # of the held-out text, over the run
 _SAVE_SECONDS = 300.0
 
@@ -39,7 +40,7 @@ class RunOptions:
 
     Attributes:
         activation: of the sparse model.
-        density: aim for each layer, 0 to 1, that is reached by and by; a list: each layer's own, from the start on; None: none.
+        density: aim for each layer, 0 to 1; None: layers aren't steered.
         row_types: `gate`, `up`, `down` -> type that passes see rows rounded to; empty: none; None: those that `start` has.
         groups: layers of each group, ascending.
         batch: windows per step.
@@ -51,7 +52,7 @@ class RunOptions:
     """
 
     activation: str
-    density: float | list[float] | None
+    density: float | None
     row_types: dict[str, GGMLQuantizationType] | None
     groups: list[range]
     batch: int
@@ -104,7 +105,6 @@ class Run:
         self._saved = time.monotonic()
         self._began = began - self.state.seconds
         self.window_seconds = 0.0
-        self._start_density = max(self.state.log[0]["density"]) if self.state.log else 1.0
         if not self.finished:
             self._read_group()
             if resume:
@@ -146,18 +146,24 @@ class Run:
         warmup = min(1.0, (self.state.step + 1) / _N_WARMUP_STEPS)
         local, blended = (LOCAL, BLENDED) if self.whole else (LOCAL_GROUPED, BLENDED_GROUPED)
         if self.whole and p >= blended:
-            return "end to end", 1.0, (1.0 - p) / (1.0 - blended)
+            q = (p - blended) / (1.0 - blended)
+            return "end to end", 1.0, min(1.0, q / _WARMUP) * (1.0 - q)
         blend = min(1.0, max(0.0, (p - local) / (blended - local)))
         return ("blended" if blend else "local"), blend, warmup * (1.0 - 0.5 * p / blended if self.whole else 1.0 - p)
 
-    def wished_density(self) -> Wished:
-        """That the group's layers are steered to now: one aim for all is approached geometrically."""
-        aim = self.options.density
-        if aim is None or isinstance(aim, list):
-            return aim and [aim[i] for i in self.options.groups[self.state.i_group]]
-        start = max(aim, self._start_density)
+    def wished_densities(self) -> list[float]:
+        """What each layer of the group is steered to now: falls geometrically from where it began to the aim, then stays.
+
+        A layer that began below the aim stays there.
+
+        Returns:
+            One per layer of the group, or nothing.
+        """
         share = min(1.0, max(0.0, (self.group_progress() - _RAMP[0]) / (_RAMP[1] - _RAMP[0])))
-        return start * (aim / start) ** share
+        aim = self.options.density
+        if aim is None:
+            return []
+        return [start * (min(start, aim) / start) ** share for start in self.state.start_density]
 
     def seconds(self) -> float:
         """Of the whole run so far."""
@@ -182,7 +188,7 @@ class Run:
             Whether it is done.
         """
         while not self.finished:
-            checked = 0.0
+            checked = self.progress()
             while self.group_progress() < 1.0:
                 if stopped():
                     self.save()
@@ -197,7 +203,8 @@ class Run:
                 if time.monotonic() - self._saved > _SAVE_SECONDS:
                     self.save()
                 report(entry)
-            report(self._check(result) if self.state.step else None)
+            if self.state.log[-1]["step"] != self.state.step:
+                report(self._check(result))
             self._finish_group()
         return True
 
@@ -215,22 +222,27 @@ class Run:
         stage, blend, share = self.stage()
         picked = self._picked(state.step)
         tokens = torch.from_numpy(self.windows[picked].astype(np.int64)).to(self.graph.device)
-        wished = self.wished_density()
+        if not state.start_density:
+            state.start_density = self.distiller.densities(self._inputs(tokens, picked)[1])
+        wished = self.wished_densities()
         if stage == "end to end":
             result = self.distiller.end_to_end_step(tokens, wished, share * options.end_to_end_lr)
         else:
-            teacher = student = self.graph.embed(tokens)
-            if state.i_group:
-                teacher, student = (
-                    torch.from_numpy(self.folder.hidden(whose, state.i_group)[picked]).to(self.graph.device)
-                    for whose in ("teacher", "student")
-                )
-            result = self.distiller.local_step(teacher, student, blend, wished, share * options.lr)
-        if state.step == 0:
-            self._start_density = max(result.densities)
+            result = self.distiller.local_step(*self._inputs(tokens, picked), blend, wished, share * options.lr)
         state.step += 1
         state.n_tokens += tokens.numel()
         return result
+
+    def _inputs(self, tokens: torch.Tensor, picked: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden states before the group, of the teacher and of the sparse model."""
+        if self.state.i_group == 0:
+            h = self.graph.embed(tokens)
+            return h, h
+        teacher, student = (
+            torch.from_numpy(self.folder.hidden(whose, self.state.i_group)[picked]).to(self.graph.device)
+            for whose in ("teacher", "student")
+        )
+        return teacher, student
 
     def _picked(self, step: int) -> np.ndarray:
         """Windows of a step, ascending; each epoch shuffles them anew."""
@@ -245,7 +257,6 @@ class Run:
         students = self._students(range(self.options.groups[self.state.i_group].stop))
         found = perplexity(self.graph, students, self.held_out, self.options.batch)
         self._tick()
-        wished = self.wished_density()
         entry = {
             "seconds": round(self.state.seconds, 1),
             "tokens": self.state.n_tokens,
@@ -255,7 +266,7 @@ class Run:
             "loss": result.loss,
             "errors": [round(error, 5) for error in result.errors],
             "density": [round(density, 4) for density in result.densities],
-            "wished_density": None if wished is None else round(float(np.mean(wished)), 4),
+            "wished_density": [round(wished, 4) for wished in self.wished_densities()],
             "pressure": [round(weight, 5) for weight in self.distiller.weights.values()],
             "perplexity": found,
         }
@@ -276,7 +287,8 @@ class Run:
         options, graph = self.options, self.graph
         base, row_types = options.start or graph.base, options.row_types
         if row_types is None:
-            row_types = {name: derived_row_type(tensor.type, base.n_embd) for name, tensor in base.ffn(i_layer).items()}
+            types = {name: tensor.type for name, tensor in base.ffn(i_layer).items()}
+            row_types = {n: derived_row_type(t, base.n_embd) for n, t in types.items() if t != GGMLQuantizationType.F32}
         if weights is None:
             return read_ffn(graph, base, i_layer, options.activation, row_types)
         moved = {name: weight.to(graph.device) for name, weight in weights.items()}
@@ -296,6 +308,7 @@ class Run:
             self._write_hidden()
         state.i_group += 1
         state.step = 0
+        state.start_density = []
         self._tick()
         state.group_began = state.seconds
         self.distiller = None

@@ -29,6 +29,7 @@ class RunState:
         seconds: of the whole run so far.
         group_began: seconds when the group's training began.
         n_tokens: that steps have seen.
+        start_density: of each layer of the group before its first step.
         teacher_perplexity: on the held-out windows; 0: not measured yet.
         log: one entry per report.
     """
@@ -38,6 +39,7 @@ class RunState:
     seconds: float = 0.0
     group_began: float = 0.0
     n_tokens: int = 0
+    start_density: list[float] = field(default_factory=list)
     teacher_perplexity: float = 0.0
     log: list[dict[str, Any]] = field(default_factory=list)
 
