@@ -69,7 +69,7 @@ if TYPE_CHECKING:
 
 IMPACTS = ("magnitude", "taylor")
 # Architectures for which llama.cpp reads an n_ff of each layer. Source: llama.cpp, src/models (libllama 0.5.0).
-PER_LAYER = ("deci",)
+PER_LAYER = ("deci", "openelm")
 # One n_ff for all layers -> the architecture of the same graph that has one for each.
 TWINS = {"llama": "deci"}
 _UNIT = 32  # neurons that go at once, where blocks of down's rows aren't larger
@@ -127,7 +127,8 @@ class _Source:
         base: the model.
         plan: its plan, if it has one.
         architecture: of the smaller model.
-        even: all its layers have the same n_ff.
+        even: all its layers lose the same share.
+        per_layer: it has an n_ff of each layer.
         units: for each layer, of how many neurons a multiple goes.
     """
 
@@ -135,6 +136,7 @@ class _Source:
     plan: Plan | None
     architecture: str
     even: bool
+    per_layer: bool
     units: list[int]
 
     @property
@@ -318,15 +320,15 @@ def _open_source(options: PruneOptions, note: Callable[[str], None]) -> _Source:
         raise OptionError(
             f"{plan.path}: its activation has a cut (FATReLU); expected one without, to run text in torch; leave --text out."
         )
-    even = options.even
-    architecture = base.architecture
+    even, architecture = options.even, base.architecture
+    per_layer = architecture in PER_LAYER or len({base.ffn(i)["down"].ne[0] for i in range(base.n_layer)}) > 1
     if not even and architecture in TWINS:
-        architecture = TWINS[architecture]
+        architecture, per_layer = TWINS[architecture], True
         note(
             f"{base.architecture}: llama.cpp reads one n_ff for all layers of this architecture; the output is '{architecture}', the same "
             "graph with an n_ff for each layer (--even keeps the architecture)."
         )
-    elif not even and architecture not in PER_LAYER:
+    elif not even and not per_layer:
         text = f"{architecture}: llama.cpp reads one n_ff for all layers of this architecture: each loses the same number of neurons."
         if options.strict:
             raise OptionError(f"{text} --strict refuses that; pass --even.")
@@ -339,9 +341,9 @@ def _open_source(options: PruneOptions, note: Callable[[str], None]) -> _Source:
         # refuses types that can't be rounded to
         quantize_rows(np.zeros((1, block), np.float32), down.type.name)
         units.append(max(block, _UNIT) if down.ne[0] % _UNIT == 0 else block)
-    if even and architecture not in PER_LAYER:
+    if not per_layer:
         units = [max(units)] * base.n_layer
-    return _Source(base, plan, architecture, even, units)
+    return _Source(base, plan, architecture, even, per_layer, units)
 
 
 def _other_tensor(base: BaseModel, i_layer: int) -> str:
@@ -426,7 +428,7 @@ def _write_pruned(
     sources = [tensor for i, rows in enumerate(kept) for tensor in _ffn_sources(base, i, rows, n_threads)]
     with atomic_path(path) as temporary:
         with steps("writing", 100) as step:
-            write_changed(base, temporary, _keys(options, source, [len(rows) for rows in kept]), sources, percent(step))
+            write_changed(base, temporary, _keys(source, [len(rows) for rows in kept]), sources, percent(step))
         if source.plan is None:
             return None
         plan_path = path.with_name(path.name.removesuffix(".gguf") + SIDECAR_SUFFIX)
@@ -435,13 +437,13 @@ def _write_pruned(
     return replace(plan, path=plan_path)
 
 
-def _keys(options: PruneOptions, source: _Source, n_ff: list[int]) -> dict[str, bytes]:
+def _keys(source: _Source, n_ff: list[int]) -> dict[str, bytes]:
     """Keys that change: name, n_ff, and those of the architecture when it becomes another."""
     base, architecture = source.base, source.architecture
     first = base.files[0]
     length = "feed_forward_length"
     name = first.get("general.name") or base.path.stem
-    keys = {"general.name": string_entry("general.name", f"{name} pruned {options.drop:.0%}")}
+    keys = {"general.name": string_entry("general.name", f"{name} pruned")}
     if architecture != base.architecture:
         keys["general.architecture"] = string_entry("general.architecture", architecture)
         for key in first.values:
@@ -449,8 +451,7 @@ def _keys(options: PruneOptions, source: _Source, n_ff: list[int]) -> dict[str, 
             if owner == base.architecture:
                 keys[key] = renamed_entry(first.entry(key), f"{architecture}.{rest}")
     key = f"{architecture}.{length}"
-    is_array = architecture in PER_LAYER
-    keys[f"{base.architecture}.{length}"] = u32_array_entry(key, n_ff) if is_array else u32_entry(key, n_ff[0])
+    keys[f"{base.architecture}.{length}"] = u32_array_entry(key, n_ff) if source.per_layer else u32_entry(key, n_ff[0])
     return keys
 
 
