@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import tiny_models
 import torch
+from test_convert import EXACT_OPTIONS
 from torch.nn import functional as F
 
 from powerinfer_py import Llama, cli
@@ -34,11 +35,14 @@ from powerinfer_py.tools.neuron_impact import (
 from powerinfer_py.tools.prune_model import PruneOptions, prune
 from powerinfer_py.tools.rewrite_gguf import TensorSource, write_changed
 from powerinfer_py.tools.terminal import progress_steps
+from powerinfer_py.tools.text_runner import Vocabulary
 from powerinfer_py.tools.torch_graph import Graph
 
 TOKENS = [1, 300, 12, 77, 260, 5, 371, 42, 99, 150, 33, 8]
 # Relative to the largest logit; what is left is the order of summation.
 TOLERANCE = 1e-5
+# llama.cpp looks GELU up in a table, and a sum at the edge of two of its values may fall to either.
+GELU_TOLERANCE = 1e-3
 # llama.cpp rounds what down reads to the type of its rows' partner (Q8_0), which the reference in float32 doesn't.
 QUANTIZED_TOLERANCE = 0.03
 N_LAYER, N_FF = 2, 128
@@ -80,7 +84,7 @@ def cut(model: Path, drop: float = 0.25, *, notes: list[str] | None = None, **op
 
 def stock_logits(path: Path) -> np.ndarray:
     """(n_tokens, n_vocab) of llama.cpp alone."""
-    llama = llama_cpp.Llama(str(path), n_ctx=32, n_threads=1, logits_all=True, verbose=False)
+    llama = llama_cpp.Llama(str(path), **EXACT_OPTIONS)
     try:
         llama.eval(TOKENS)
         return llama.scores[: len(TOKENS)].copy()
@@ -90,16 +94,16 @@ def stock_logits(path: Path) -> np.ndarray:
 
 def our_logits(path: Path, sparsity: str) -> np.ndarray:
     """(n_tokens, n_vocab) of our device, by the plan beside the model."""
-    with Llama(str(path), n_ctx=32, n_threads=1, logits_all=True, verbose=False, sparsity=sparsity) as llama:
+    with Llama(str(path), sparsity=sparsity, **EXACT_OPTIONS) as llama:
         llama.eval(TOKENS)
         return llama.scores[: len(TOKENS)].copy()
 
 
-def torch_logits(path: Path, activation: str | None = None) -> np.ndarray:
+def torch_logits(path: Path, activation: str | None = None, tokens: Sequence[int] = TOKENS) -> np.ndarray:
     graph = Graph(BaseModel(path))
     graph.activation = activation or graph.activation
     with torch.no_grad():
-        return graph.forward(torch.tensor([TOKENS]))[0].numpy()
+        return graph.forward(torch.tensor([tokens]))[0].numpy()
 
 
 def distance(found: np.ndarray, expected: np.ndarray) -> float:
@@ -152,7 +156,7 @@ def test_the_units_of_least_impact_of_all_layers_go(units: tuple[int, ...]) -> N
         if sum(n) == 8:
             best = min(best, sum(np.sort(impact)[:k].sum() for impact, k in zip(impacts, n)))
     # a rank by mean impact is the best choice where units are equal
-    assert lost == pytest.approx(best) or len(set(units)) > 1 and lost < 1.2 * best
+    assert lost == pytest.approx(best) or (len(set(units)) > 1 and lost < 1.2 * best)
     assert all((8 - len(rows)) % unit == 0 and np.all(np.diff(rows) > 0) for rows, unit in zip(kept, units))
 
 
@@ -300,8 +304,10 @@ def test_stock_runs_the_smaller_file_as_the_model_without_the_neurons(
     kept = neurons_of(out.path, model)
     assert [len(rows) for rows in kept] == result.n_after
     expected = stock_logits(without(model, kept, tmp_path / "without.gguf"))
-    assert distance(stock_logits(out.path), expected) < TOLERANCE
-    assert distance(expected, stock_logits(model)) > 100 * TOLERANCE
+    assert distance(stock_logits(out.path), expected) < (
+        TOLERANCE if "silu" in read_plan(plan).activation else GELU_TOLERANCE
+    )
+    assert distance(expected, stock_logits(model)) > 10 * GELU_TOLERANCE
     for i, rows in enumerate(kept):
         for tensor in ("ffn_gate.weight", "ffn_up.weight", "ffn_gate.bias", "ffn_up.bias"):
             found = out.tensor(f"blk.{i}.{tensor}")
@@ -378,7 +384,7 @@ def test_the_plan_is_that_of_the_neurons_that_are_left(
         assert after.predictor_candidate_density == 0
     expected = torch_logits(out, "relu")
     for mode in ("dense", "exact", "predicted"):  # the predictors let everything through
-        assert distance(our_logits(out, mode), expected) < 10 * TOLERANCE
+        assert distance(our_logits(out, mode), expected) < TOLERANCE
     assert cli.main(["inspect", str(model.with_name("out" + SIDECAR_SUFFIX))]) == 0
     shown = capsys.readouterr().out
     assert "deci, 2 layers" in shown and all(f" {n} " in shown for n in result.n_after)
@@ -406,7 +412,9 @@ def test_recovery_brings_the_smaller_model_back_to_the_model(
     options = {"recover": True, "steps": 24, "text": (text,), "lr": 2e-3, "end_to_end_lr": 2e-3}
     recovered = cut(model, 0.375, notes=notes, **options)
     out, plan = model.with_name("out.gguf"), model.with_name("out" + SIDECAR_SUFFIX)
-    found = torch_logits(out, activation)
+    with Vocabulary(model, n_ctx=16) as vocabulary:
+        tokens = vocabulary.tokenize(text.read_text(encoding="ascii"), False)[:256].tolist()
+    found = torch_logits(out, activation, tokens)
     assert [len(found) for _, found in recovered.measured] == [3]
     assert not model.with_name("out.prune").exists()
     assert plan.exists() == (activation is not None) == (recovered.plan is not None)
@@ -415,8 +423,8 @@ def test_recovery_brings_the_smaller_model_back_to_the_model(
         assert distance(our_logits(out, "exact"), our_logits(out, "dense")) < TOLERANCE
         assert all(layer.neuron_frequency is not None for layer in read_plan(plan).layers)
     cut(model, 0.375, text=(text,))
-    pruned = torch_logits(out, activation)
-    expected = torch_logits(model, activation)
+    pruned = torch_logits(out, activation, tokens)
+    expected = torch_logits(model, activation, tokens)
     assert recovered.n_after == widths(out)
     assert divergence(found, expected) < 0.8 * divergence(pruned, expected)
 
@@ -424,7 +432,7 @@ def test_recovery_brings_the_smaller_model_back_to_the_model(
 def test_recovery_in_groups_of_layers_and_with_rounded_rows(own: Callable[..., Path], text: Path) -> None:
     model = own(row_type="Q4_0")
     notes: list[str] = []
-    cut(model, 0.25, recover=True, steps=3, qat=True, text=(text,), memory=0.005, notes=notes)
+    cut(model, 0.25, recover=True, steps=3, qat=True, text=(text,), memory=0.004, notes=notes)
     assert any("groups of layers" in note for note in notes)
     assert distance(stock_logits(model.with_name("out.gguf")), torch_logits(model.with_name("out.gguf"))) < 0.05
 
@@ -448,7 +456,7 @@ def test_a_stopped_recovery_goes_on_where_it_was(own: Callable[..., Path], text:
         assert stopped_at == [3] and "--resume" in notes[-1]
         assert sorted(p.name for p in model.parent.iterdir()) == ["model.gguf", "out.prune"]
         first = []
-        with pytest.raises(OptionError, match="was made with drop 0.25; this run has 0.5"):
+        with pytest.raises(OptionError, match=r"was made with drop 0\.25; this run has 0\.5"):
             prune(replace(options, resume=True, drop=0.5), steps, stop, notes.append)
         result = prune(
             replace(options, resume=True), steps, lambda run, entry: first.append(run.state.step), notes.append
@@ -506,10 +514,11 @@ def test_wishes_that_cant_be_met_are_refused(
 def test_models_without_plain_blocks_are_refused(own: Callable[..., Path], tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="layer 0 has no plain FFN: experts"):
         cut(own(n_expert=4))
+    model = own(bias=True)
+    model.write_bytes(model.read_bytes().replace(b"blk.1.ffn_up.bias", b"blk.1.ffn_up.scal"))
+    with pytest.raises(PlanError, match=r"layer 1 has no plain FFN: blk\.1\.ffn_up\.scal; expected up, down"):
+        cut(model)
     model = own()
-    base = BaseModel(model)
-    scale = TensorSource("blk.0.ffn_up.bias", gguf.GGMLQuantizationType.F32, (N_FF,), 4 * N_FF, lambda: None)
-    assert scale.name not in base.tensors
     packed = tiny_models.write_tiny_plan(model, tmp_path / f"packed{SIDECAR_SUFFIX}", embedded=True)
     with pytest.raises(OptionError, match="the model is embedded in its plan; expected a GGUF beside its plan"):
         cut(packed)
@@ -550,5 +559,5 @@ def test_the_command_says_what_became_of_the_model(
     sizes = " ".join(map(str, widths(out)))
     assert f"n_ff 128 -> {sizes}" in said.out or "in each of 2 layers" in said.out
     assert "25.0% of the neurons left out" in said.out and "loss" in said.out and "density" not in said.out
-    assert said.out.count("perplexity, ") == 4 and said.out.count(", recovered ") == 2
+    assert said.out.count("perplexity, ") == 2 and said.out.count(", recovered ") == 2
     assert "impact of neurons: magnitude, from" in said.err and out.with_suffix(".png").exists()

@@ -48,7 +48,6 @@ class GraphKind:
 
 KINDS = {
     "llama": GraphKind(),
-    "deci": GraphKind(),
     "minicpm": GraphKind(scales=True),
     "arcee": GraphKind(),
     "qwen2": GraphKind(neox=True),
@@ -57,6 +56,7 @@ KINDS = {
     "falcon": GraphKind(neox=True, layer_norm=True, parallel=True),
     "gpt2": GraphKind(layer_norm=True, positions=True),
     "gemma": GraphKind(neox=True, scaled_embeddings=True),
+    "deci": GraphKind(),  # llama with an n_ff of each layer
 }
 
 
