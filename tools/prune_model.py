@@ -73,17 +73,8 @@ PER_LAYER = ("deci", "openelm")
 # One n_ff for all layers -> the architecture of the same graph that has one for each.
 TWINS = {"llama": "deci"}
 _UNIT = 32  # neurons that go at once, where blocks of down's rows aren't larger
-_RECOVERY = (
-    "hours",
-    "steps",
-    "qat",
-    "lr",
-    "end_to_end_lr",
-    "resume",
-    "keep",
-    "plot",
-    "compile",
-)  # options of --recover
+# Options that only --recover reads.
+_RECOVERY = ("hours", "steps", "qat", "lr", "end_to_end_lr", "resume", "keep", "plot", "compile")
 
 
 @dataclass(frozen=True)
@@ -221,8 +212,8 @@ def _recovered(
     if not model.exists():
         impacts = _measured_impacts(options, graph, windows, steps, note)
         _write_pruned(options, source, impacts, model, n_threads, steps)
-    pruned, plan = model_and_plan(model)
-    start = BaseModel(pruned)
+    _, plan = model_and_plan(model)
+    start = BaseModel(model)
     run_options = RunOptions(
         activation=source.activation,
         density=None if source.activation in CALIBRATED_ACTIVATIONS else 1.0,  # 1: what each layer begins with
@@ -253,8 +244,8 @@ def _recovered(
     if options.plot is not None:
         from .plot_reluify import write_plot
 
-        start = run.state.log[0]["wished_density"]
-        aim = sum(start) / len(start) if start else None
+        wished = run.state.log[-1]["wished_density"]
+        aim = float(np.mean(wished)) if wished else None
         write_plot(options.plot, run.state.log, run.state.teacher_perplexity, aim, options.out.name)
     if not options.keep:
         folder.remove()
