@@ -22,9 +22,9 @@ _HEAD_ROWS = 512
 # Of a layer's loss: part of the mean power that is added to each token's, so that quiet tokens don't rule.
 _POWER_FLOOR = 1.0
 # Per step: how fast the weight of a layer's pressure follows its distance from the wished density.
-_CONTROL_RATE = 0.03
+_CONTROL_RATE = 0.05
 # Scale of a layer's pressure against the logits' divergence.
-_END_TO_END_SCALE = 0.1
+_END_TO_END_SCALE = 0.3
 _HIDDEN_WEIGHT = 1.0
 
 
@@ -171,7 +171,7 @@ class Distiller:
                     after, x = graph.attend(i, before + blend * (student - before))
                     target = (teacher - after) / graph.residual_scale
             out = ffn(x)
-            error = self._error(out.y, target, y)
+            error = self._error(out.y, target, target)
             (error + self.weights[i] * out.pressure).backward()
             with torch.no_grad():
                 student = graph.add_ffn(after, out.y)

@@ -24,7 +24,7 @@ from .sparse_ffn import SparseFfn, read_ffn
 from .torch_graph import Graph
 
 # Of a group's time: blocks read the teacher's states up to the first, only the sparse model's from the second on.
-LOCAL, BLENDED = 0.08, 0.22
+LOCAL, BLENDED = 0.06, 0.12
 LOCAL_GROUPED, BLENDED_GROUPED = 0.3, 0.7
 # Of the training: between these the wished density falls from the one found first to its aim.
 _RAMP = (0.02, 0.5)

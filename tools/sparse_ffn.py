@@ -20,7 +20,7 @@ from .torch_graph import Graph, activate, compiled
 # Size that the control takes a smaller weight for, so that it passes 0.
 _LEAST_WEIGHT = 0.02
 # Below 0 where a layer is sparser than wished: left alone, layers fell to a few percent at once, many neurons for good.
-_WEIGHT_LIMITS = (-0.3, 3.0)
+_WEIGHT_LIMITS = (-0.1, 3.0)
 
 
 def steered_weight(weight: float, density: float, wished: float, rate: float) -> float:
