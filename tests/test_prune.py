@@ -381,7 +381,8 @@ def test_the_plan_is_that_of_the_neurons_that_are_left(
         assert np.array_equal(after.ffn_down_t.data, before.ffn_down_t.data[from_old])
         assert after.profile_density == pytest.approx(after.neuron_frequency.mean())
         assert (after.predictor, after.threshold) == (before.predictor, before.threshold)
-        assert after.predictor_candidate_density == 0
+        ratio = before.predictor_candidate_density / before.neuron_frequency.mean()  # of candidates to active ones
+        assert after.predictor_candidate_density == pytest.approx(ratio * after.profile_density, rel=1e-5)
     expected = torch_logits(out, "relu")
     for mode in ("dense", "exact", "predicted"):  # the predictors let everything through
         assert distance(our_logits(out, mode), expected) < TOLERANCE

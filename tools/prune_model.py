@@ -73,6 +73,7 @@ PER_LAYER = ("deci", "openelm")
 # One n_ff for all layers -> the architecture of the same graph that has one for each.
 TWINS = {"llama": "deci"}
 _UNIT = 32  # neurons that go at once, where blocks of down's rows aren't larger
+_LEAST_DENSITY = 1e-6
 # Options that only --recover reads.
 _RECOVERY = ("hours", "steps", "qat", "lr", "end_to_end_lr", "resume", "keep", "plot", "compile")
 
@@ -486,8 +487,8 @@ def pruned_plan(plan: Plan, kept: Sequence[np.ndarray], model: Path) -> Plan:
         model: the smaller model.
 
     Returns:
-        Orders, frequencies, thresholds, down rows and predictors of theirs; densities are those of the frequencies. What was
-        measured on the model before is left out: loss, recall, candidate density, placements.
+        Orders, frequencies, thresholds, down rows and predictors of theirs; densities are those of the frequencies, of active
+        neurons and of candidates alike, and the predictors' recall stays as it was. Loss and placements are left out.
     """
     bare = bare_plan(model, plan.activation)
     layers = []
@@ -500,13 +501,13 @@ def pruned_plan(plan: Plan, kept: Sequence[np.ndarray], model: Path) -> Plan:
         number[neurons] = np.arange(len(neurons))
         stays = number[order] >= 0
         frequency = None if old.neuron_frequency is None else old.neuron_frequency[stays]
+        growth = 1.0 if frequency is None else frequency.mean() / max(old.neuron_frequency.mean(), _LEAST_DENSITY)
         layers.append(
             replace(
                 old,
                 n_ff=new.n_ff,
                 digest=new.digest,
-                predictor_recall=0.0,
-                predictor_candidate_density=0.0,
+                predictor_candidate_density=float(min(1.0, old.predictor_candidate_density * growth)),
                 profile_density=0.0 if frequency is None else float(frequency.mean()),
                 neuron_order=None if old.neuron_order is None else number[order][stays].astype(np.int32),
                 neuron_frequency=frequency,
