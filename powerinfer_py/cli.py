@@ -34,7 +34,10 @@ VERBS = {
     ),
     "profile": Verb("powerinfer_py.tools.profile_activations", "run text through a model and write its plan"),
     "train": Verb("powerinfer_py.tools.train_predictors", "predictors of active neurons for a model and its plan"),
-    "reluify": Verb("powerinfer_py.tools.reluify_model", "make a model sparse: exact zeros by distillation, on your text"),
+    "reluify": Verb(
+        "powerinfer_py.tools.reluify_model", "make a model sparse: exact zeros by distillation, on your text"
+    ),
+    "prune": Verb("powerinfer_py.tools.prune_model", "a smaller model: the neurons that matter least are left out"),
     "perplexity": Verb("powerinfer_py.tools.perplexity", "quality of the sparsity modes against dense on a text"),
     "pack": Verb("powerinfer_py.tools.pack_plan", "one file from base and sidecar", "add_pack_arguments", "run_pack"),
     "rebind": Verb(

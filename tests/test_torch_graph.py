@@ -117,7 +117,8 @@ def gelu_of_llama_cpp(
 
 
 def test_every_architecture_of_convert_has_a_graph() -> None:
-    assert {gguf.MODEL_ARCH_NAMES[family.arch] for family in FAMILIES.values()} == set(KINDS)
+    # deci: what `powerinfer prune` makes of llama
+    assert {gguf.MODEL_ARCH_NAMES[family.arch] for family in FAMILIES.values()} | {"deci"} == set(KINDS)
     assert set(KINDS) <= set(ARCHITECTURE_ACTIVATIONS)
 
 

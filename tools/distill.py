@@ -44,15 +44,15 @@ class StepResult:
     densities: list[float]
 
 
-def relative_error(found: torch.Tensor, wished: torch.Tensor, power_of: torch.Tensor) -> torch.Tensor:
+def relative_error(found: torch.Tensor, wished: torch.Tensor) -> torch.Tensor:
     """Square error per token against the token's power, mean of tokens: outliers with huge outputs count as one token each.
 
     Args:
-        found, wished: (n_seq, n_tok, n).
-        power_of: what the error is relative to, of the same shape.
+        found: (n_seq, n_tok, n).
+        wished: of the same shape; the error is relative to its power.
     """
     error = torch.linalg.vector_norm(found - wished, dim=-1, dtype=torch.float32).square()
-    power = torch.linalg.vector_norm(power_of, dim=-1, dtype=torch.float32).square()
+    power = torch.linalg.vector_norm(wished, dim=-1, dtype=torch.float32).square()
     typical = power.clamp_min(1e-12).log().mean().exp()
     return (error / (power + _POWER_FLOOR * typical)).mean()
 
@@ -172,7 +172,7 @@ class Distiller:
                     after, x = graph.attend(i, before + blend * (student - before))
                     target = (teacher - after) / graph.residual_scale
             out = ffn(x)
-            error = self._error(out.y, target, target)
+            error = self._error(out.y, target)
             (error + self.weights[i] * out.pressure).backward()
             with torch.no_grad():
                 student = graph.add_ffn(after, out.y)
@@ -206,7 +206,7 @@ class Distiller:
             after, x = graph.attend(i, h)
             out = self.students[i](x)
             h = graph.add_ffn(after, out.y)
-            errors.append(self._error(h, teacher_states[i], teacher_states[i]))
+            errors.append(self._error(h, teacher_states[i]))
             pressure = pressure + _END_TO_END_SCALE * self.weights[i] * out.pressure
             densities.append(out.density)
         divergence = HeadDivergence.apply(graph.last_norm(h).flatten(0, -2), teacher_last, graph.head(), graph.compiled)

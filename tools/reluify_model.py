@@ -12,7 +12,8 @@ import math
 import platform
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,20 +59,15 @@ _FINISHING_FACTOR = 2.0  # profile and checks against the speed of the forward p
 
 
 @dataclass(frozen=True)
-class ReluifyOptions:
-    """Options of a run, with their defaults."""
+class TrainingOptions:
+    """Options of every verb that distils a model into a changed one, with their defaults."""
 
-    model: Path  # a GGUF, or a Hugging Face folder
-    text: tuple[Path, ...]
+    model: Path
     out: Path
+    text: tuple[Path, ...] = ()
     check: tuple[Path, ...] = ()  # other text to measure on at the end
-    activation: str = "relu"
-    density: float = 0.15
     hours: float = 2.0  # of all, over all stops
     steps: int | None = None  # of each group of layers, instead of hours
-    qat: str | None = (
-        None  # type that rows are rounded to while they learn, and in the output; None: those of the model
-    )
     tokens: int = 4_000_000  # of the text, at most
     ctx: int = 512  # tokens per window
     batch: int = 4  # windows per step
@@ -93,6 +89,17 @@ class ReluifyOptions:
     def plan(self) -> Path:
         """The output's sidecar."""
         return self.out.with_name(self.out.name.removesuffix(".gguf") + SIDECAR_SUFFIX)
+
+
+@dataclass(frozen=True)
+class ReluifyOptions(TrainingOptions):
+    """Options of `powerinfer reluify`; the model may be a Hugging Face folder."""
+
+    activation: str = "relu"
+    density: float = 0.15
+    qat: str | None = (
+        None  # type that rows are rounded to while they learn, and in the output; None: those of the model
+    )
 
 
 @dataclass(frozen=True)
@@ -157,18 +164,9 @@ def reluify(
     from .reluify_run import run_folder
     from .reluify_state import RunFolder
 
-    folder = RunFolder(run_folder(options.out), {})
-    try:
+    folder = RunFolder(run_folder(options.out, "reluify"), {})
+    with kept_run(folder, note, *_teacher_files(folder.path)):
         return _reluify(options, folder, steps, report, note)
-    except KeyboardInterrupt:
-        if folder.checkpoint.exists():
-            note(f"stopped; what was reached is kept in {folder.path}; the same command with --resume goes on.")
-        raise
-    finally:
-        if not folder.checkpoint.exists():  # done, or nothing to go on with
-            folder.remove()
-            for path in _teacher_files(folder.path):
-                path.unlink(missing_ok=True)
 
 
 def _reluify(
@@ -178,44 +176,54 @@ def _reluify(
     report: Callable[[Run, dict[str, Any] | None], None],
     note: Callable[[str], None],
 ) -> Reluified:
-    import torch
-
-    from .reluify_run import Run
+    from .reluify_run import Run, RunOptions
     from .torch_graph import Graph
 
     began = time.monotonic()
-    _keep_freed_memory()
-    n_threads = options.threads or _core.physical_cores()
-    torch.set_num_threads(n_threads)
-    device = find_device(options.device)
-    dtype = _dtype(options.dtype, device)
+    n_threads, device, dtype = start_torch(options)
     model, teacher_plan, activation = _teacher(options, folder.path, steps, note)
     base = BaseModel(model)
-    _check_base(options, base)
+    check_base(options, base)
     graph = Graph(base, device=device, dtype=dtype, keep=False, compiled=options.compile, n_threads=n_threads)
     graph.activation = activation
-    windows, texts = _windows(options, model, note)
-    held_out = texts[0][1]
-    folder.identity = _identity(options, base, windows, str(dtype))
+    windows, texts = split_windows(options, model, note)
+    folder.identity = identity(
+        options,
+        base,
+        windows,
+        str(dtype),
+        folder=options.model.resolve().name if options.model.is_dir() else "none",
+        activation=options.activation,
+        density=options.density,
+        qat=options.qat or "none",
+    )
     row_types = _row_types(base, options, note)
-    groups, graph.keep = _groups(options, base, device, dtype, len(windows), note)
-    exists = folder.checkpoint.exists()
-    resumed = folder.open(resume=options.resume)
-    if options.resume and not resumed:
-        note(f"{folder.path}: there is nothing to resume; starting at the beginning.")
-    elif exists and not resumed:
-        note(f"{folder.path}: what an earlier run kept is replaced; --resume would have gone on with it.")
-    run = Run(graph, windows, held_out, _run_options(options, row_types, groups), folder, resume=resumed, began=began)
-    with interruptible() as stopped:
-        run.measure_teacher()
-        if options.steps is None:
-            run.options = replace(run.options, seconds=_training_seconds(options, base, run))
-        done = run.train(lambda entry: report(run, entry), stopped) and not stopped()
-    if not done:
-        raise KeyboardInterrupt
+    groups, graph.keep = layer_groups_of(options, base, device, dtype, len(windows), note)
+    resumed = open_folder(options, folder, note)
+    run_options = RunOptions(
+        activation=options.activation,
+        density=options.density,
+        row_types=row_types,
+        groups=groups,
+        **step_options(options),
+    )
+    run = Run(graph, windows, texts[0][1], run_options, folder, resume=resumed, began=began)
+    train(options, run, report)
     log = run.state.log
-    plan = _write(options, base, activation, run, windows, steps, note)
-    measured = _measure(options, model, teacher_plan, texts, steps)
+    name = base.files[0].get("general.name") or base.path.stem
+    plan = write_outputs(
+        options,
+        base,
+        run,
+        steps,
+        note,
+        name=f"{name} {options.activation}",
+        activation=options.activation,
+        qat=options.qat,
+        down_type=options.qat,
+    )
+    models = [(model, teacher_plan, "dense"), (options.out, options.plan, "exact")]
+    measured = [Measured(text, *found) for text, found in perplexities(options, models, texts, steps)]
     seconds = run.seconds()
     if options.plot is not None:
         from .plot_reluify import write_plot
@@ -226,6 +234,76 @@ def _reluify(
     covered = [layer for layer in plan.layers if layer.n_ff]
     density = float(np.average([layer.profile_density for layer in covered], weights=[layer.n_ff for layer in covered]))
     return Reluified(plan, density, measured, log, seconds)
+
+
+def start_torch(options: TrainingOptions) -> tuple[int, str, torch.dtype]:
+    """Prepares torch: number of threads, device, and type of matrix products."""
+    import torch
+
+    _keep_freed_memory()
+    n_threads = options.threads or _core.physical_cores()
+    torch.set_num_threads(n_threads)
+    device = find_device(options.device)
+    return n_threads, device, _dtype(options.dtype, device)
+
+
+def open_folder(options: TrainingOptions, folder: RunFolder, note: Callable[[str], None]) -> bool:
+    """Opens a run's folder: whether it holds a state to go on from."""
+    exists = folder.checkpoint.exists()
+    resumed = folder.open(resume=options.resume)
+    if options.resume and not resumed:
+        note(f"{folder.path}: there is nothing to resume; starting at the beginning.")
+    elif exists and not resumed:
+        note(f"{folder.path}: what an earlier run kept is replaced; --resume would have gone on with it.")
+    return resumed
+
+
+@contextmanager
+def kept_run(folder: RunFolder, note: Callable[[str], None], *temporary: Path) -> Iterator[None]:
+    """Around all of a run: a stopped one says where its state is, one that is done or has none leaves nothing.
+
+    Args:
+        folder: of the run.
+        note: receives notes.
+        temporary: files that go with the folder.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        if folder.checkpoint.exists():
+            note(f"stopped; what was reached is kept in {folder.path}; the same command with --resume goes on.")
+        raise
+    finally:
+        if not folder.checkpoint.exists():
+            folder.remove()
+            for path in temporary:
+                path.unlink(missing_ok=True)
+
+
+def train(
+    options: TrainingOptions,
+    run: Run,
+    report: Callable[[Run, dict[str, Any] | None], None],
+    n_models: int = 2,
+) -> None:
+    """Trains to the end, or until it is stopped.
+
+    Args:
+        options: what to do.
+        run: opened.
+        report: called after each step, with an entry of the log where one was made.
+        n_models: that are measured afterwards.
+
+    Raises:
+        KeyboardInterrupt: it was stopped; what was reached is kept in the run's folder.
+    """
+    with interruptible() as stopped:
+        run.measure_teacher()
+        if options.steps is None:
+            run.options = replace(run.options, seconds=_training_seconds(options, run, n_models))
+        done = run.train(lambda entry: report(run, entry), stopped) and not stopped()
+    if not done:
+        raise KeyboardInterrupt
 
 
 def _keep_freed_memory() -> None:
@@ -268,22 +346,36 @@ def _teacher(
         if not (options.resume and teacher.exists() and plan.exists()):
             convert(ConvertOptions(model=model, outfile=plan, sidecar=True, threads=options.threads), steps, note)
         model = teacher
+    model, plan = model_and_plan(model)
+    if plan is None:
+        return model, None, bare_plan(model).activation
+    if any(layer.activation_param for layer in plan.layers):
+        raise OptionError(
+            f"{plan.path}: its activation has a cut (FATReLU); expected one without; it is sparse already: use it as it is."
+        )
+    return model, plan.path, plan.activation
+
+
+def model_and_plan(model: Path) -> tuple[Path, Plan | None]:
+    """A stock GGUF, given itself or by its sidecar, and its plan if it has one.
+
+    Raises:
+        FormatError: a file can't be used.
+        PlanError: the plan is another model's.
+        OptionError: the plan carries the model.
+    """
     sidecar = model if is_extended(model) else find_sidecar(model)
     if sidecar is None:
-        return model, None, bare_plan(model).activation
+        return model, None
     plan = read_plan(sidecar)
     if plan.is_embedded:
         raise OptionError(
             f"{model}: the model is embedded in its plan; expected a GGUF beside its plan; extract it, or give the original model."
         )
-    if any(layer.activation_param for layer in plan.layers):
-        raise OptionError(
-            f"{sidecar}: its activation has a cut (FATReLU); expected one without; it is sparse already: use it as it is."
-        )
-    return plan.open_base(None if model == sidecar else model).path, sidecar, plan.activation
+    return plan.open_base(None if model == sidecar else model).path, plan
 
 
-def _check_base(options: ReluifyOptions, base: BaseModel) -> None:
+def check_base(options: TrainingOptions, base: BaseModel) -> None:
     """Refuses windows longer than the model's context, and outputs that would replace the model."""
     if base.n_ctx_train is not None and options.ctx > base.n_ctx_train:
         raise OptionError(f"ctx: {options.ctx}; the model was trained with {base.n_ctx_train}; pass a smaller -c.")
@@ -293,8 +385,8 @@ def _check_base(options: ReluifyOptions, base: BaseModel) -> None:
             raise OptionError(f"out: {path} belongs to the model itself; expected another file; pass another -o.")
 
 
-def _windows(
-    options: ReluifyOptions, model: Path, note: Callable[[str], None]
+def split_windows(
+    options: TrainingOptions, model: Path, note: Callable[[str], None]
 ) -> tuple[np.ndarray, list[tuple[str, np.ndarray]]]:
     """Windows to train on; what is measured on: held-out ones, and those of the check files, each with its name."""
     with Vocabulary(model, n_ctx=options.ctx) as vocabulary:
@@ -311,15 +403,14 @@ def _windows(
     return windows[order[n_held_out:]], [("held-out windows of the text", windows[order[:n_held_out]]), *checks]
 
 
-def _identity(options: ReluifyOptions, base: BaseModel, windows: np.ndarray, dtype: str) -> dict[str, Any]:
-    """What a state must agree with to be of use."""
+def identity(
+    options: TrainingOptions, base: BaseModel, windows: np.ndarray, dtype: str, **own: str | float
+) -> dict[str, Any]:
+    """What a state must agree with to be of use: what all verbs have in common, and a verb's own."""
     digests = "".join(base.digest(i) for i in range(base.n_layer))
     return {
         "model": hashlib.sha256(digests.encode()).hexdigest()[:16],
-        "folder": options.model.resolve().name if options.model.is_dir() else "none",
-        "activation": options.activation,
-        "density": options.density,
-        "qat": options.qat or "none",
+        **own,
         "batch": options.batch,
         "ctx": options.ctx,
         "seed": options.seed,
@@ -353,8 +444,8 @@ def _row_types(
     return dict.fromkeys(ffns[0], derived_row_type(wished, base.n_embd))
 
 
-def _groups(
-    options: ReluifyOptions,
+def layer_groups_of(
+    options: TrainingOptions,
     base: BaseModel,
     device: str,
     dtype: torch.dtype,
@@ -362,16 +453,9 @@ def _groups(
     note: Callable[[str], None],
 ) -> tuple[list[range], bool]:
     """Groups of layers that fit into memory, and whether the teacher's matrices stay there, decoded."""
-    import torch
-
     from .reluify_run import hidden_bytes, layer_groups
 
-    if options.memory is not None:
-        limit = options.memory * 2**30
-    elif device == "cuda":
-        limit = _MEMORY_SHARE * torch.cuda.mem_get_info()[0]
-    else:
-        limit = _MEMORY_SHARE * available_memory_bytes()
+    limit = memory_limit(options, device)
     item = dtype.itemsize
     n_ffn = max(sum(math.prod(tensor.ne) for tensor in base.ffn(i).values()) for i in range(base.n_layer))
     n_all = sum(math.prod(base.tensor(name).ne) for name in base.tensors)
@@ -403,27 +487,32 @@ def _groups(
     return groups, False
 
 
-def _run_options(options: ReluifyOptions, row_types: dict[str, GGMLQuantizationType], groups: list[range]) -> Any:
-    from .reluify_run import RunOptions
+def memory_limit(options: TrainingOptions, device: str) -> float:
+    """Bytes that may be used."""
+    import torch
 
-    return RunOptions(
-        activation=options.activation,
-        density=options.density,
-        row_types=row_types,
-        groups=groups,
-        batch=options.batch,
-        seconds=None,
-        n_steps=options.steps,
-        lr=options.lr,
-        end_to_end_lr=options.end_to_end_lr,
-        seed=options.seed,
-    )
+    if options.memory is not None:
+        return options.memory * 2**30
+    return _MEMORY_SHARE * (torch.cuda.mem_get_info()[0] if device == "cuda" else available_memory_bytes())
 
 
-def _training_seconds(options: ReluifyOptions, base: BaseModel, run: Run) -> float:
+def step_options(options: TrainingOptions) -> dict[str, Any]:
+    """Values of RunOptions that are a command line's own."""
+    return {
+        "batch": options.batch,
+        "seconds": None,
+        "n_steps": options.steps,
+        "lr": options.lr,
+        "end_to_end_lr": options.end_to_end_lr,
+        "seed": options.seed,
+    }
+
+
+def _training_seconds(options: TrainingOptions, run: Run, n_models: int) -> float:
     """Of --hours what the training may take: the rest is for the output, its profile and the checks."""
+    base = run.graph.base
     n_bytes = sum(base.tensor(name).n_bytes for name in base.tensors)
-    n_windows = len(run.held_out) * (2 + 2 * len(options.check)) + _profile_windows(options, len(run.windows))
+    n_windows = n_models * len(run.held_out) * (1 + len(options.check)) + profile_windows(options, len(run.windows))
     finishing = _FINISHING_FACTOR * n_windows * run.window_seconds + n_bytes / _WRITTEN_BYTES_PER_SECOND
     finishing = max(finishing, _LEAST_FINISHING_SECONDS)
     seconds = options.hours * 3600.0 - finishing
@@ -435,7 +524,8 @@ def _training_seconds(options: ReluifyOptions, base: BaseModel, run: Run) -> flo
     return seconds
 
 
-def _profile_windows(options: ReluifyOptions, n_windows: int) -> int:
+def profile_windows(options: TrainingOptions, n_windows: int) -> int:
+    """Windows that a profile's tokens are."""
     from .profile_activations import ProfileOptions
 
     return max(1, min(ProfileOptions.tokens // options.ctx, n_windows))
@@ -444,16 +534,34 @@ def _profile_windows(options: ReluifyOptions, n_windows: int) -> int:
 # ---- Outputs -------------------------------------------------------------------------------------------------------
 
 
-def _write(
-    options: ReluifyOptions,
+def write_outputs(
+    options: TrainingOptions,
     base: BaseModel,
-    teacher_activation: str,
     run: Run,
-    windows: np.ndarray,
     steps: Steps,
     note: Callable[[str], None],
-) -> Plan:
-    """The model and its plan, complete before either gets its name."""
+    *,
+    name: str,
+    activation: str | None,
+    qat: str | None = None,
+    down_type: str | None = None,
+) -> Plan | None:
+    """Writes a trained model and its plan; both are complete before either gets its name.
+
+    Args:
+        options: what to do.
+        base: model with the other tensors.
+        run: finished.
+        steps: progress.
+        note: receives notes.
+        name: of the model.
+        activation: of the plan; None: no plan is made.
+        qat: type of the rows; None: those of base.
+        down_type: type of neuron-major down rows in the plan; None: it has none.
+
+    Returns:
+        The plan as written.
+    """
     from .profile_activations import ProfileOptions, make_profile
 
     n_threads = run.graph.n_threads
@@ -461,19 +569,22 @@ def _write(
     with tempfile.TemporaryDirectory(prefix="output-", dir=run.folder.path) as temporary:
         model, plan_path = Path(temporary) / out.name, Path(temporary) / options.plan.name
         with steps("writing", 100) as step:
-            write_model(base, model, run.folder.read_layer, options.activation, options.qat, n_threads, step)
+            write_model(base, model, run.folder.read_layer, name, qat, n_threads, step)
+        if activation is None:
+            model.replace(out)
+            return None
         profile = make_profile(
             ProfileOptions(
                 model=model,
                 text=options.text,
                 out=plan_path,
-                activation=options.activation,
-                tokens=_profile_windows(options, len(windows)) * options.ctx,
+                activation=activation,
+                tokens=profile_windows(options, len(run.windows)) * options.ctx,
                 ctx=options.ctx,
                 threads=options.threads,
                 special=options.special,
                 keeps_state=False,
-                down_type=options.qat,
+                down_type=down_type,
                 down_rows=lambda i: run.folder.read_layer(i)["down"].numpy(),
             ),
             steps,
@@ -488,7 +599,7 @@ def write_model(
     base: BaseModel,
     path: Path,
     read_layer: Callable[[int], dict[str, torch.Tensor]],
-    activation: str,
+    name: str,
     qat: str | None,
     n_threads: int,
     step: Callable[[], None],
@@ -499,7 +610,7 @@ def write_model(
         base: the model.
         path: the file; the caller renames it.
         read_layer: layer -> `gate`, `up`, `down` (n_ff, n_embd), neuron-major, and their biases.
-        activation: what the name says was done.
+        name: of the model.
         qat: type of the rows; None: those of the model.
         n_threads: that round rows.
         step: called 100 times.
@@ -508,13 +619,13 @@ def write_model(
 
     sources = []
     for i in range(base.n_layer):
-        for name, tensor in base.ffn(i).items():
+        for part, tensor in base.ffn(i).items():
             n_rows, n_values = tensor.rows_shape
             row_type = tensor.type if qat is None else derived_row_type(row_type_id(qat), n_values)
 
-            def data(i: int = i, name: str = name, row_type: GGMLQuantizationType = row_type) -> np.ndarray:
-                values = read_layer(i)[name].numpy()
-                values = np.ascontiguousarray(values.T if name == "down" else values)
+            def data(i: int = i, part: str = part, row_type: GGMLQuantizationType = row_type) -> np.ndarray:
+                values = read_layer(i)[part].numpy()
+                values = np.ascontiguousarray(values.T if part == "down" else values)
                 return quantize_rows(values, row_type.name, n_threads=n_threads).reshape(-1)
 
             sources.append(TensorSource.matrix(tensor.name, row_type, n_rows, n_values, data))
@@ -522,42 +633,49 @@ def write_model(
             if bias in base.tensors:
                 shape = base.tensor(bias)
 
-                def bias_data(i: int = i, name: str = name) -> np.ndarray:
-                    return read_layer(i)[f"{name}_bias"].numpy().reshape(-1).view(np.uint8)
+                def bias_data(i: int = i, part: str = part) -> np.ndarray:
+                    return read_layer(i)[f"{part}_bias"].numpy().reshape(-1).view(np.uint8)
 
                 sources.append(
                     TensorSource(bias, GGMLQuantizationType.F32, shape.ne, 4 * math.prod(shape.ne), bias_data)
                 )
-    name = base.files[0].get("general.name") or base.path.stem
-    keys = {"general.name": string_entry("general.name", f"{name} {activation}")}
+    keys = {"general.name": string_entry("general.name", name)}
     if qat in FILE_TYPES:
         keys["general.file_type"] = u32_entry("general.file_type", int(FILE_TYPES[qat]))
     write_changed(base, path, keys, sources, percent(step))
 
 
-def _measure(
-    options: ReluifyOptions,
-    teacher: Path,
-    teacher_plan: Path | None,
-    texts: list[tuple[str, np.ndarray]],
+def perplexities(
+    options: TrainingOptions,
+    models: Sequence[tuple[Path, Path | None, str]],
+    texts: Sequence[tuple[str, np.ndarray]],
     steps: Steps,
-) -> list[Measured]:
-    """Perplexity of both files on every text, as llama.cpp runs them."""
+) -> list[tuple[str, list[float]]]:
+    """Perplexity of files as llama.cpp runs them.
+
+    Args:
+        options: what to do.
+        models: each a model, its plan if it has one, and the mode that the plan runs in.
+        texts: each a name, and (n, ctx) int32.
+        steps: progress.
+
+    Returns:
+        For each text its name, and the perplexity of each model.
+    """
     from .distill import MAX_LOSS
 
+    measured: list[tuple[str, list[float]]] = [(name, []) for name, _ in texts]
     n_windows = sum(len(windows) for _, windows in texts)
-    perplexities = []
-    for model, plan, sparsity in ((teacher, teacher_plan, "dense"), (options.out, options.plan, "exact")):
+    for model, plan, sparsity in models:
         how = {"n_ctx": options.ctx, "n_threads": options.threads, "sparsity": sparsity, "note": lambda text: None}
         with Runner(plan, model, **how) as runner, steps("measuring", n_windows) as step:
-            for _, windows in texts:
+            for (_, windows), (_, found) in zip(texts, measured):
                 likelihoods = []
                 for window in windows:
                     likelihoods.append(runner.likelihood(window))
                     step()
-                perplexities.append(math.exp(min(sum(likelihoods) / len(likelihoods), MAX_LOSS)))
-    n = len(texts)
-    return [Measured(name, a, b) for (name, _), a, b in zip(texts, perplexities[:n], perplexities[n:])]
+                found.append(math.exp(min(sum(likelihoods) / len(likelihoods), MAX_LOSS)))
+    return measured
 
 
 # ---- Command line --------------------------------------------------------------------------------------------------
@@ -580,9 +698,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-o", "--out", type=Path, required=True, metavar="OUT.gguf", help="the sparse model; its plan goes beside it"
     )
     parser.add_argument(
-        "--check", type=Path, nargs="+", default=[], metavar="FILE", help="other text to measure on at the end"
-    )
-    parser.add_argument(
         "--activation", choices=ACTIVATIONS, default=defaults["activation"], help="(default: %(default)s)"
     )
     parser.add_argument(
@@ -593,16 +708,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="active neurons to aim at in each layer (default: %(default)s)",
     )
     parser.add_argument(
-        "--hours", type=float, default=defaults["hours"], help="to take in all, over all stops (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--steps", type=arguments.count_of, help="train so many steps instead (of each group of layers)"
-    )
-    parser.add_argument(
         "--qat",
         type=str.lower,
         metavar="TYPE",
         help="quantization-aware: rows are rounded to this type while they learn (default: not; the output has the model's types)",
+    )
+    add_training_arguments(parser, defaults)
+
+
+def add_training_arguments(parser: argparse.ArgumentParser, defaults: dict[str, Any]) -> None:
+    """Arguments of TrainingOptions but model, text and output.
+
+    Args:
+        parser: of a verb.
+        defaults: of its options, by name.
+    """
+    parser.add_argument(
+        "--check", type=Path, nargs="+", default=[], metavar="FILE", help="other text to measure on at the end"
+    )
+    parser.add_argument(
+        "--hours", type=float, default=defaults["hours"], help="to take in all, over all stops (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--steps", type=arguments.count_of, help="train so many steps instead (of each group of layers)"
     )
     parser.add_argument(
         "--tokens",
@@ -662,29 +790,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _options(args: argparse.Namespace) -> ReluifyOptions:
     """The options of a command line, checked."""
     arguments.need_packages("reluify", "train", "torch")
+    if args.qat:
+        row_type_id(args.qat)
+    is_folder = args.model is not None and args.model.is_dir()
+    model = Path(resolve_checkpoint(args) if is_folder else resolve_model(args))
+    return ReluifyOptions(**training_values(args, model, ReluifyOptions))
+
+
+def training_values(args: argparse.Namespace, model: Path, kind: type[TrainingOptions]) -> dict[str, Any]:
+    """Values of a verb's options, checked.
+
+    Args:
+        args: the parsed command line.
+        model: the model.
+        kind: of the options.
+
+    Raises:
+        OptionError: one that can't be used.
+    """
     arguments.check_run(args)
     out = args.out
     if not out.name.endswith(".gguf") or out.name.endswith(SIDECAR_SUFFIX):
         raise OptionError(f"out: {out}; expected a name that ends in .gguf, for a stock GGUF; rename it.")
     if not out.parent.is_dir():
         raise OptionError(f"out: {out.parent} isn't a folder; expected one; make it first.")
-    if args.qat:
-        row_type_id(args.qat)
     for name in ("hours", "lr", "end_to_end_lr", "memory"):
         value = getattr(args, name)
         if value is not None and not 0 < value < math.inf:
             raise OptionError(f"{name.replace('_', '-')}: {value}; expected more than 0; pass another number.")
     if args.seed < 0:
         raise OptionError(f"seed: {args.seed}; expected 0 or more; pass another number.")
-    is_folder = args.model is not None and args.model.is_dir()
-    model = Path(resolve_checkpoint(args) if is_folder else resolve_model(args))
     plot = None if args.no_plot else args.plot or out.with_suffix(".png")
     if plot is not None:
         arguments.need_packages("plot", "plot", "matplotlib", otherwise=" or pass --no-plot")
-    values = {field.name: getattr(args, field.name) for field in fields(ReluifyOptions)}
-    return ReluifyOptions(
-        **{**values, "model": model, "text": tuple(args.text), "check": tuple(args.check), "plot": plot}
-    )
+    values = {field.name: getattr(args, field.name) for field in fields(kind)}
+    return {**values, "model": model, "text": tuple(args.text), "check": tuple(args.check), "plot": plot}
 
 
 def run(args: argparse.Namespace) -> int:
@@ -726,8 +866,13 @@ def run(args: argparse.Namespace) -> int:
 def log_line(entry: dict[str, Any], teacher_perplexity: float) -> str:
     """One check of a training, as a line."""
     seconds, densities, wished = round(entry["seconds"]), entry["density"], entry["wished_density"]
-    return (
+    line = (
         f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02} {entry['stage']:<10} {entry['tokens'] / 1e6:6.3f} M tokens, "
-        f"loss {entry['loss']:.4f}, perplexity {entry['perplexity']:.3f} ({entry['perplexity'] / teacher_perplexity:.3f} x), "
-        f"density {sum(densities) / len(densities):.3f} ({min(densities):.3f} to {max(densities):.3f}; wished {sum(wished) / len(wished):.3f})"
+        f"loss {entry['loss']:.4f}, perplexity {entry['perplexity']:.3f} ({entry['perplexity'] / teacher_perplexity:.3f} x)"
     )
+    if wished:
+        line += (
+            f", density {sum(densities) / len(densities):.3f} ({min(densities):.3f} to {max(densities):.3f}; "
+            f"wished {sum(wished) / len(wished):.3f})"
+        )
+    return line

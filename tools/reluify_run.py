@@ -18,7 +18,7 @@ import torch
 from gguf import GGMLQuantizationType
 
 from powerinfer_py.errors import OptionError
-from powerinfer_py.format import atomic_path
+from powerinfer_py.format import BaseModel, atomic_path, derived_row_type
 
 from .distill import Distiller, StepResult, forward_layers, perplexity
 from .reluify_state import RunFolder, RunState
@@ -43,19 +43,20 @@ class RunOptions:
 
     Attributes:
         activation: of the sparse model.
-        density: aim for each layer, 0 to 1.
-        row_types: `gate`, `up`, `down` -> type that passes see rows rounded to; empty: none.
+        density: aim for each layer, 0 to 1; None: layers aren't steered.
+        row_types: `gate`, `up`, `down` -> type that passes see rows rounded to; empty: none; None: those that `start` has.
         groups: layers of each group, ascending.
         batch: windows per step.
         seconds: of the training, over all stops; None: n_steps decide.
         n_steps: of each group.
         lr, end_to_end_lr: peaks of the learning rate.
         seed: of the windows' order.
+        start: model whose FFNs the students begin with; None: the teacher.
     """
 
     activation: str
-    density: float
-    row_types: dict[str, GGMLQuantizationType]
+    density: float | None
+    row_types: dict[str, GGMLQuantizationType] | None
     groups: list[range]
     batch: int
     seconds: float | None
@@ -63,6 +64,7 @@ class RunOptions:
     lr: float
     end_to_end_lr: float
     seed: int
+    start: BaseModel | None = None
 
 
 class Run:
@@ -158,7 +160,12 @@ class Run:
         """What each layer of the group is steered to now: falls geometrically from where it began, then stays.
 
         All layers fall by the same factor, so that the mean of the group's becomes the aim: layers differ in how many neurons they need.
+
+        Returns:
+            One per layer of the group, or nothing.
         """
+        if self.options.density is None:
+            return []
         share = min(1.0, max(0.0, (self.group_progress() - _RAMP[0]) / (_RAMP[1] - _RAMP[0])))
         starts = self.state.start_density
         factor = min(1.0, self.options.density * len(starts) / sum(starts))
@@ -289,10 +296,14 @@ class Run:
 
     def _read(self, i_layer: int, weights: dict[str, torch.Tensor] | None = None) -> SparseFfn:
         options, graph = self.options, self.graph
+        base, row_types = options.start or graph.base, options.row_types
+        if row_types is None:
+            types = {name: tensor.type for name, tensor in base.ffn(i_layer).items()}
+            row_types = {n: derived_row_type(t, base.n_embd) for n, t in types.items() if t != GGMLQuantizationType.F32}
         if weights is None:
-            return read_ffn(graph, i_layer, options.activation, options.row_types)
+            return read_ffn(graph, base, i_layer, options.activation, row_types)
         moved = {name: weight.to(graph.device) for name, weight in weights.items()}
-        return SparseFfn(options.activation, moved, options.row_types, graph)
+        return SparseFfn(options.activation, moved, row_types, graph)
 
     def _read_group(self) -> None:
         group = self.options.groups[self.state.i_group]
@@ -359,6 +370,6 @@ def layer_groups(n_layer: int, n_per_group: int) -> list[range]:
     return [range(a, b) for a, b in zip(edges, edges[1:])]
 
 
-def run_folder(out: Path) -> Path:
-    """Where a run's files are kept: beside the output."""
-    return out.with_name(out.name.removesuffix(".gguf") + ".reluify")
+def run_folder(out: Path, verb: str) -> Path:
+    """Where the files of a verb's run are kept: beside the output."""
+    return out.with_name(f"{out.name.removesuffix('.gguf')}.{verb}")

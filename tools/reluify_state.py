@@ -20,7 +20,7 @@ from powerinfer_py.format import atomic_path
 from .distill import Distiller
 
 # What a run keeps in its folder, and what one that was killed left half written.
-_OWN_FILE = re.compile(r"checkpoint\.pt|layer-\d+\.pt|(teacher|student)-\d+\.npy")
+_OWN_FILE = re.compile(r"checkpoint\.pt|pruned(\.powerinfer)?\.gguf|layer-\d+\.pt|(teacher|student)-\d+\.npy")
 _HALF_WRITTEN = re.compile(rf"\.({_OWN_FILE.pattern})\.\d+\.tmp|output-\w+")
 
 

@@ -60,6 +60,13 @@ def u32_array_entry(key: str, values: Sequence[int]) -> bytes:
     )
 
 
+def renamed_entry(raw: bytes, key: str) -> bytes:
+    """An entry's value under another name."""
+    (n,) = struct.unpack_from("<Q", raw)
+    name = key.encode()
+    return struct.pack("<Q", len(name)) + name + raw[8 + n :]
+
+
 def write_gguf(
     path: Path, entries: Sequence[bytes], tensors: Sequence[TensorSource], alignment: int, progress: pi_format.Progress
 ) -> None:

@@ -12,7 +12,7 @@ import torch
 from gguf import GGMLQuantizationType
 from torch.nn import functional as F
 
-from powerinfer_py.format import BASE_TENSORS
+from powerinfer_py.format import BASE_TENSORS, BaseModel
 
 from .row_types import dequantize_rows, quantize_rows
 from .torch_graph import Graph, activate, compiled
@@ -123,11 +123,14 @@ def _sparse_pass(
     return y, pressure, (exact.detach() > 0).float().mean()
 
 
-def read_ffn(graph: Graph, i_layer: int, activation: str, row_types: Mapping[str, GGMLQuantizationType]) -> SparseFfn:
+def read_ffn(
+    graph: Graph, base: BaseModel, i_layer: int, activation: str, row_types: Mapping[str, GGMLQuantizationType]
+) -> SparseFfn:
     """A model's own FFN as the start of a sparse one.
 
     Args:
-        graph: the model.
+        graph: says how it is computed.
+        base: the model whose FFN it is.
         i_layer: a layer whose FFN has separate matrices.
         activation: of the sparse one.
         row_types: `gate`, `up`, `down` -> the type that rows are rounded to.
@@ -135,7 +138,7 @@ def read_ffn(graph: Graph, i_layer: int, activation: str, row_types: Mapping[str
     Returns:
         The block.
     """
-    base, weights = graph.base, {}
+    weights = {}
     for name, tensor in base.ffn(i_layer).items():
         raw = base.raw(tensor.name).reshape(tensor.rows_shape[0], -1)
         rows = torch.from_numpy(dequantize_rows(raw, tensor.type.name, n_threads=graph.n_threads))

@@ -56,6 +56,7 @@ KINDS = {
     "falcon": GraphKind(neox=True, layer_norm=True, parallel=True),
     "gpt2": GraphKind(layer_norm=True, positions=True),
     "gemma": GraphKind(neox=True, scaled_embeddings=True),
+    "deci": GraphKind(),  # llama with an n_ff of each layer
 }
 
 
@@ -330,11 +331,22 @@ class Graph:
 
     def ffn(self, i_layer: int, x: torch.Tensor) -> torch.Tensor:
         """The model's own FFN: x (..., n_embd) -> the same shape."""
+        return compiled(_ffn, self.compiled)(self.activation, self._ffn_weights(i_layer), x)
+
+    def products(self, i_layer: int, x: torch.Tensor) -> torch.Tensor:
+        """What the model's own FFN multiplies down with: x (..., n_embd) -> (..., n_ff)."""
+        return compiled(_products, self.compiled)(self.activation, self._ffn_weights(i_layer), x)
+
+    def down(self, i_layer: int, products: torch.Tensor) -> torch.Tensor:
+        """The FFN's output: products (..., n_ff) -> (..., n_embd)."""
+        return _linear(self._ffn_weights(i_layer), products, "ffn_down")
+
+    def _ffn_weights(self, i_layer: int) -> dict[str, torch.Tensor]:
+        """Weights of a layer's FFN, by their names in it."""
         names = [
             name for name in self.base.tensors if name.startswith(f"blk.{i_layer}.ffn_") and ".ffn_norm." not in name
         ]
-        weights = {name.split(".", 2)[2]: self.matrix(name) for name in names}
-        return compiled(_ffn, self.compiled)(self.activation, weights, x)
+        return {name.split(".", 2)[2]: self.matrix(name) for name in names}
 
     def last_norm(self, h: torch.Tensor) -> torch.Tensor:
         """What the head reads, with all factors of the logits: (..., n_embd) as dtype."""
@@ -434,8 +446,13 @@ def _add(after: torch.Tensor, y: torch.Tensor, scale: float) -> torch.Tensor:
 
 def _ffn(activation: str, weights: Mapping[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     """Graph.ffn, of one layer's weights by their names in it."""
+    return _linear(weights, _products(activation, weights, x), "ffn_down")
+
+
+def _products(activation: str, weights: Mapping[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """Graph.products, of one layer's weights by their names in it."""
     gate = _linear(weights, x, "ffn_gate") if "ffn_gate.weight" in weights else None
-    return _linear(weights, activate(activation, gate, _linear(weights, x, "ffn_up"))[1], "ffn_down")
+    return activate(activation, gate, _linear(weights, x, "ffn_up"))[1]
 
 
 def activate(activation: str, gate: torch.Tensor | None, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
