@@ -51,7 +51,7 @@ REPLACED = (
     (r"powerinfer profile (?!.*--tokens)", "powerinfer profile -c 128 --tokens 2048 ", ""),
     (r"powerinfer train (?!.*--tokens)", "powerinfer train -c 128 --tokens 2048 --kind linear --layers 0 ", ""),
     (r"(powerinfer perplexity .*)--chunks \d+", r"\1-c 128 --chunks 2", ""),
-    (r"powerinfer reluify (.*)--hours \S+", r"powerinfer reluify \1--steps 3 -c 64 --tokens 4096", ""),
+    (r"powerinfer (reluify|prune) (.*)--hours \S+", r"powerinfer \1 \2--steps 3 -c 64 --tokens 4096", ""),
     # shorter runs, on a machine that other work may share
     (r"powerinfer bench --kernels", "powerinfer bench --kernels --n 256 --n-rows 512 --densities 10 -r 1 --allow-noise", ""),
     (r"powerinfer bench (?!--kernels)", "powerinfer bench --allow-noise -r 1 -p 16 -n 8 ", ""),
