@@ -71,7 +71,7 @@ def small(tmp_path: Path, text: Path, model: Path) -> ReluifyOptions:
 
 def small_run(model: Path, text: Path, out: Path, **changes: object) -> ReluifyOptions:
     options = ReluifyOptions(
-        model, (text,), out, steps=6, tokens=24 * N_CTX, ctx=N_CTX, batch=2, threads=1, dtype="f32"
+        model, out, (text,), steps=6, tokens=24 * N_CTX, ctx=N_CTX, batch=2, threads=1, dtype="f32"
     )
     return replace(options, **changes)
 
@@ -204,8 +204,10 @@ def test_density_falls_to_its_aim_and_more_pressure_makes_less(
         options = replace(small, density=aim, steps=120, lr=1e-2, end_to_end_lr=6e-3)
         result = reluify(options)
         for wished in zip(*(entry["wished_density"] for entry in result.log)):  # of each layer
-            assert list(wished) == sorted(wished, reverse=True) and wished[0] > 0.45 and wished[-1] == aim
-        assert all(abs(density - aim) < 0.25 * aim for density in result.log[-1]["density"])
+            assert list(wished) == sorted(wished, reverse=True) and wished[0] > 0.45
+        last = result.log[-1]
+        assert np.mean(last["wished_density"]) == pytest.approx(aim, abs=1e-3)
+        assert all(abs(density / wished - 1) < 0.25 for density, wished in zip(last["density"], last["wished_density"]))
         assert result.density == pytest.approx(np.mean(result.log[-1]["density"]), abs=0.1 * aim)
         found.append(result.density)
     assert found[1] < 0.6 * found[0]
@@ -332,18 +334,23 @@ def test_hours_are_kept_over_all_stops(small: ReluifyOptions, monkeypatch: pytes
 
 def test_time_for_the_output_is_left(small: ReluifyOptions) -> None:
     base = BaseModel(small.model)
-    run = types.SimpleNamespace(held_out=np.zeros((16, 32)), windows=np.zeros((1000, 32)), window_seconds=0.5)
+    run = types.SimpleNamespace(
+        held_out=np.zeros((16, 32)),
+        windows=np.zeros((1000, 32)),
+        window_seconds=0.5,
+        graph=types.SimpleNamespace(base=base),
+    )
     n_bytes = sum(base.tensor(name).n_bytes for name in base.tensors)
     # both models on held-out and check windows, and the profile; twice as slow as here, then writing
     expected = 3600 - 2.0 * 0.5 * (16 * 4 + 1000) - n_bytes / 50e6
     options = replace(small, steps=None, hours=1.0, check=small.text)
-    assert reluify_model._training_seconds(options, base, run) == pytest.approx(expected)
+    assert reluify_model._training_seconds(options, run, 2) == pytest.approx(expected)
     run.window_seconds = 1e-6
-    assert reluify_model._training_seconds(options, base, run) == 3590.0
+    assert reluify_model._training_seconds(options, run, 2) == 3590.0
     with pytest.raises(
         OptionError, match=r"hours: 0\.001; writing and measuring the result takes 0\.0028 alone; expected several"
     ):
-        reluify_model._training_seconds(replace(options, hours=0.001), base, run)
+        reluify_model._training_seconds(replace(options, hours=0.001), run, 2)
 
 
 # ---- Stops ---------------------------------------------------------------------------------------------------------
@@ -430,7 +437,7 @@ def grouped(text: Path, folder: Path, n_per_group: int = 1, n_layer: int = 3) ->
 
 def groups_of(options: ReluifyOptions) -> tuple[list[range], bool]:
     base = BaseModel(options.model)
-    return reluify_model._groups(options, base, "cpu", torch.float32, 22, lambda text: None)
+    return reluify_model.layer_groups_of(options, base, "cpu", torch.float32, 22, lambda text: None)
 
 
 def test_groups_get_smaller_with_memory_and_cover_all_layers(text: Path, tmp_path: Path) -> None:
@@ -842,7 +849,7 @@ for point in sys.argv[4:]:
     if child == 0:
         steps, report = patch(point)
         folder = out / point
-        options = reluify_model.ReluifyOptions(model, (text,), folder / "out.gguf", activation="drelu", steps=6, tokens=768, ctx=32, batch=2, threads=1, dtype="f32")
+        options = reluify_model.ReluifyOptions(model, folder / "out.gguf", (text,), activation="drelu", steps=6, tokens=768, ctx=32, batch=2, threads=1, dtype="f32")
         reluify_model.reluify(options, steps, report, print)
         os._exit(0)
     assert os.waitpid(child, 0)[1] == signal.SIGKILL, point
@@ -915,7 +922,7 @@ def test_defaults_of_the_command_are_those_of_its_options() -> None:
     reluify_model.add_arguments(parser)
     args = vars(parser.parse_args(["m.gguf", "--text", "t.txt", "-o", "out.gguf"]))
     for option in fields(ReluifyOptions):
-        if option.default is not MISSING:
+        if option.default is not MISSING and option.name != "text":  # which the command needs
             expected = list(option.default) if isinstance(option.default, tuple) else option.default
             assert args[option.name] == expected, option.name
 
