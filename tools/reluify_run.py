@@ -33,7 +33,8 @@ _RAMP = (0.02, 0.5)
 _LEAST_DENSITY = 1e-3  # to steer to, where a layer begins with nothing active
 _N_WARMUP_STEPS = 20
 _WARMUP = 0.03  # of the end-to-end stage
-_CHECKS = 40  # of the held-out text, over the run
+_CHECKS = 40  # of the held-out text, over the run, at most
+_LEAST_PAUSE = 10.0  # between two checks, in times of a check: a short run by the clock trains instead
 _SAVE_SECONDS = 300.0
 
 
@@ -109,6 +110,7 @@ class Run:
         self.distiller: Distiller | None = None
         self._saved = time.monotonic()
         self._began = began - self.state.seconds
+        self._checked = self._check_seconds = 0.0
         self.window_seconds = 0.0
         if not self.finished:
             self._read_group()
@@ -205,7 +207,8 @@ class Run:
                 self._tick()
                 entry = None
                 p = self.progress()
-                if self.state.step == 1 or int(p * _CHECKS) > int(checked * _CHECKS) or self.group_progress() == 1.0:
+                due = int(p * _CHECKS) > int(checked * _CHECKS) and self._has_paused()
+                if self.state.step == 1 or due or self.group_progress() == 1.0:
                     entry = self._check(stage, result)
                     checked = p
                 report(entry)
@@ -263,8 +266,14 @@ class Run:
             picked.append(np.random.default_rng((self.options.seed, epoch)).permutation(len(self.windows))[place])
         return np.sort(picked)
 
+    def _has_paused(self) -> bool:
+        """Whether a check is worth its time by now; always where steps are counted."""
+        paused = time.monotonic() - self._checked
+        return self.options.n_steps is not None or paused >= _LEAST_PAUSE * self._check_seconds
+
     def _check(self, stage: str, result: StepResult) -> dict[str, Any]:
         """Measures the held-out text with the sparse blocks that there are, after a step."""
+        began = time.monotonic()
         students = self._students(range(self.options.groups[self.state.i_group].stop))
         found = perplexity(self.graph, students, self.held_out, self.options.batch)
         self._tick()
@@ -282,6 +291,8 @@ class Run:
             "perplexity": found,
         }
         self.state.log.append(entry)
+        self._checked = time.monotonic()
+        self._check_seconds = self._checked - began
         return entry
 
     # ---- Groups ----
