@@ -588,7 +588,7 @@ def write_outputs(
                 down_rows=lambda i: run.folder.read_layer(i)["down"].numpy(),
             ),
             steps,
-            note,
+            lambda text: note(text.replace(str(plan_path), str(options.plan)).replace(str(model), str(out))),
         )
         plan_path.replace(options.plan)
         model.replace(out)
