@@ -27,7 +27,7 @@ from powerinfer_py.tools.architectures import HfModel, Source, read_model
 from powerinfer_py.tools.arguments import check_plan_path
 from powerinfer_py.tools.quantize_base import FILE_TYPES, quantize_model, read_imatrix
 from powerinfer_py.tools.row_types import Spool, row_type_id, rows_of
-from powerinfer_py.tools.terminal import Steps, note_once, progress_steps
+from powerinfer_py.tools.terminal import Steps, note_once, percent, progress_steps
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -158,19 +158,6 @@ def own_type(model: HfModel) -> str:
 def _activation_text(model: HfModel) -> str:
     cut = f" with cut {model.activation_param:g}" if model.activation_param else ""
     return model.activation + cut
-
-
-def percent(step: Callable[[], None]) -> pi_format.Progress:
-    """A progress in bytes as 100 steps."""
-    n_done = 0
-
-    def progress(n: int, n_all: int) -> None:
-        nonlocal n_done
-        while n_done < 100 * n // max(n_all, 1):
-            n_done += 1
-            step()
-
-    return progress
 
 
 # ---- The base model ------------------------------------------------------------------------------------------------

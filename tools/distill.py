@@ -247,9 +247,10 @@ def negative_log_likelihood(graph: Graph, h: torch.Tensor, tokens: torch.Tensor)
     with torch.no_grad():
         rows = graph.last_norm(h)[:, :-1].flatten(0, 1)
         wished = tokens[:, 1:].flatten()
+        head = graph.head()
         total = 0.0
         for first in range(0, len(rows), _HEAD_ROWS):
-            logits = (rows[first : first + _HEAD_ROWS] @ graph.head().T).float()
+            logits = (rows[first : first + _HEAD_ROWS] @ head.T).float()
             total += float(F.cross_entropy(logits, wished[first : first + _HEAD_ROWS], reduction="sum"))
     return total / len(rows)
 

@@ -36,7 +36,6 @@ from powerinfer_py.gguf_file import GgufTensor
 from powerinfer_py.hub import add_hub_arguments, resolve_model
 
 from . import arguments
-from .convert_hf_to_powerinfer_gguf import percent
 from .neuron_impact import kept_neurons, magnitude_impacts, stored_impacts, taylor_impacts
 from .reluify_model import (
     TrainingOptions,
@@ -45,7 +44,6 @@ from .reluify_model import (
     identity,
     kept_run,
     layer_groups_of,
-    log_line,
     memory_limit,
     model_and_plan,
     open_folder,
@@ -55,12 +53,13 @@ from .reluify_model import (
     start_torch,
     step_options,
     train,
+    training_progress,
     training_values,
     write_outputs,
 )
 from .rewrite_gguf import TensorSource, renamed_entry, string_entry, u32_array_entry, u32_entry, write_changed
 from .row_types import dequantize_rows, quantize_rows
-from .terminal import Steps, note_once, progress_steps
+from .terminal import Steps, note_once, percent
 from .thresholds import CALIBRATED_ACTIVATIONS
 
 if TYPE_CHECKING:
@@ -622,19 +621,8 @@ def run(args: argparse.Namespace) -> int:
         The exit code.
     """
     options = _options(args)
-    note = note_once()
-    with progress_steps() as steps, steps("training", 1000) as step:
-        n_told = 0
-
-        def report(run: Run, entry: dict[str, Any] | None) -> None:
-            nonlocal n_told
-            while n_told < int(1000 * run.progress()):
-                n_told += 1
-                step()
-            if entry is not None:
-                print(log_line(entry, run.state.teacher_perplexity), flush=True)
-
-        result = prune(options, steps, report, note)
+    with training_progress() as (steps, report):
+        result = prune(options, steps, report, note_once())
     print_result(options, result)
     return 0
 

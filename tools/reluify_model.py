@@ -40,7 +40,7 @@ from .mlp_predictor import find_device
 from .quantize_base import FILE_TYPES
 from .rewrite_gguf import TensorSource, string_entry, u32_entry, write_changed
 from .row_types import quantize_rows, row_type_id
-from .terminal import Steps, interruptible, note_once, progress_steps
+from .terminal import Steps, interruptible, note_once, percent, progress_steps
 from .text_runner import Runner, Vocabulary, text_windows
 
 if TYPE_CHECKING:
@@ -615,8 +615,6 @@ def write_model(
         n_threads: that round rows.
         step: called 100 times.
     """
-    from .convert_hf_to_powerinfer_gguf import percent
-
     sources = []
     for i in range(base.n_layer):
         for part, tensor in base.ffn(i).items():
@@ -827,17 +825,13 @@ def training_values(args: argparse.Namespace, model: Path, kind: type[TrainingOp
     return {**values, "model": model, "text": tuple(args.text), "check": tuple(args.check), "plot": plot}
 
 
-def run(args: argparse.Namespace) -> int:
-    """`powerinfer reluify`: progress to stderr, a line per check and the result to stdout.
+@contextmanager
+def training_progress() -> Iterator[tuple[Steps, Callable[[Run, dict[str, Any] | None], None]]]:
+    """Progress bars on stderr, and a line per check of a training on stdout.
 
-    Args:
-        args: the parsed command line.
-
-    Returns:
-        The exit code.
+    Yields:
+        What starts a bar, and the training's report.
     """
-    options = _options(args)
-    note = note_once()
     with progress_steps() as steps, steps("training", 1000) as step:
         n_told = 0
 
@@ -849,7 +843,21 @@ def run(args: argparse.Namespace) -> int:
             if entry is not None:
                 print(log_line(entry, run.state.teacher_perplexity), flush=True)
 
-        result = reluify(options, steps, report, note)
+        yield steps, report
+
+
+def run(args: argparse.Namespace) -> int:
+    """`powerinfer reluify`: progress to stderr, a line per check and the result to stdout.
+
+    Args:
+        args: the parsed command line.
+
+    Returns:
+        The exit code.
+    """
+    options = _options(args)
+    with training_progress() as (steps, report):
+        result = reluify(options, steps, report, note_once())
     print(
         f"{options.out}: {options.out.stat().st_size / 1e6:.1f} MB, {options.activation}, density {result.density:.3f}; plan: {options.plan}"
     )

@@ -260,11 +260,12 @@ class Run:
 
     def _picked(self, step: int) -> np.ndarray:
         """Windows of a step, ascending; each epoch shuffles them anew."""
+        epochs, places = np.divmod(np.arange(self.options.batch) + step * self.options.batch, len(self.windows))
         picked = []
-        for k in range(step * self.options.batch, (step + 1) * self.options.batch):
-            epoch, place = divmod(k, len(self.windows))
-            picked.append(np.random.default_rng((self.options.seed, epoch)).permutation(len(self.windows))[place])
-        return np.sort(picked)
+        for epoch in np.unique(epochs):
+            order = np.random.default_rng((self.options.seed, int(epoch))).permutation(len(self.windows))
+            picked.append(order[places[epochs == epoch]])
+        return np.sort(np.concatenate(picked))
 
     def _has_paused(self) -> bool:
         """Whether a check is worth its time by now; always where steps are counted."""

@@ -90,3 +90,16 @@ def interruptible() -> Iterator[Callable[[], bool]]:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+def percent(step: Callable[[], None]) -> Callable[[int, int], None]:
+    """A progress in bytes as 100 steps."""
+    n_done = 0
+
+    def progress(n: int, n_all: int) -> None:
+        nonlocal n_done
+        while n_done < 100 * n // max(n_all, 1):
+            n_done += 1
+            step()
+
+    return progress
