@@ -662,6 +662,7 @@ $("sparsity").addEventListener("change", async () => {
       body: JSON.stringify({ sparsity: mode }),
     });
     if (!response.ok) error = await refusal(response);
+    else if (engine) engine.sparsity = mode; // before stats say so
     if (response.status === 401) askForKey();
   } catch {
     error = "The server is not reachable.";
