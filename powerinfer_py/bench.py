@@ -492,26 +492,28 @@ def noise_reasons(measured: Measured, lines: Sequence[Line]) -> list[str]:
     return reasons
 
 
-def compare_with_stock(llama: Llama, tokens: list[int], n_gen: int, repeats: int) -> str:
-    """Time decoding with a loaded model and with stock llama.cpp on the same file, interleaved.
+def compare_with_stock(llama: Llama, tokens: list[int], n_gen: int, repeats: int, stock: str | None = None) -> str:
+    """Time decoding with a loaded model and with stock llama.cpp, interleaved.
 
     Args:
         llama: the model.
         tokens: (n) a text; its last tokens are decoded one by one.
         n_gen: how many of them.
         repeats: timed runs per engine.
+        stock: the GGUF that stock llama.cpp runs, of the same vocabulary; None: the model's own file.
 
     Returns:
         One line: medians of both, and the median of the pairwise ratios.
 
     Raises:
         PlanError: the model has no plan, or its base is inside the extended GGUF, where stock llama.cpp can't open it.
+        OptionError: `stock` has another vocabulary.
     """
     _check_has_plan(llama)
     n_gen = max(1, min(n_gen, len(tokens) - 1))
     prompt, decoded = tokens[:-n_gen], tokens[-n_gen:]
     with_stock = stock_llama(
-        _stock_path(open_files(llama.model_path, None)[0]),
+        _stock_path(open_files(stock or llama.model_path, None)[0]),
         n_ctx=llama.n_ctx(),
         n_threads=llama.n_threads,
         n_threads_batch=llama.n_threads,
@@ -519,6 +521,11 @@ def compare_with_stock(llama: Llama, tokens: list[int], n_gen: int, repeats: int
     )
     speeds: dict[str, list[float]] = {"sparse": [], STOCK: []}
     try:
+        if with_stock.n_vocab() != llama.n_vocab():
+            raise OptionError(
+                f"compare-with: {stock} has {with_stock.n_vocab()} tokens; expected {llama.n_vocab()}, the model's vocabulary; "
+                "give the model that it was made from."
+            )
         for i_repeat in range(-1, repeats):
             for name, model in (("sparse", llama), (STOCK, with_stock)):
                 _time_prompt(model, prompt)
@@ -528,10 +535,10 @@ def compare_with_stock(llama: Llama, tokens: list[int], n_gen: int, repeats: int
     finally:
         with_stock.close()
         llama.reset()
-    sparse, stock = statistics.median(speeds["sparse"]), statistics.median(speeds[STOCK])
     ratio = _ratio(speeds["sparse"], speeds[STOCK])
     return (
-        f"sparse {sparse:.2f} tokens/s, stock {stock:.2f} tokens/s, ratio {ratio:.2f} "
+        f"sparse {statistics.median(speeds['sparse']):.2f} tokens/s, stock {statistics.median(speeds[STOCK]):.2f} tokens/s, "
+        f"ratio {ratio:.2f} "
         f"(decode, medians of {repeats} runs of {n_gen} tokens, interleaved, {llama.n_threads} threads)"
     )
 

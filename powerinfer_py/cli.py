@@ -162,6 +162,11 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compare", action="store_true", help="then time stock llama.cpp too, on the text that was generated"
     )
+    parser.add_argument(
+        "--compare-with",
+        metavar="MODEL.gguf",
+        help="the same with another model in stock llama.cpp: the original of one that was reluified",
+    )
 
 
 def run_model(args: argparse.Namespace) -> int:
@@ -204,9 +209,10 @@ def run_model(args: argparse.Namespace) -> int:
             llama.trace(None)
             plot.write_plot(args.timeline, trace, os.path.basename(model))
             print(f"timeline of the last token: {args.timeline}", file=sys.stderr)
-        if args.compare:
+        if args.compare or args.compare_with:
             tokens = llama.tokenize((args.prompt + text).encode("utf-8"))
-            print(bench.compare_with_stock(llama, tokens, RunOptions.n_compare, RunOptions.repeats), file=sys.stderr)
+            line = bench.compare_with_stock(llama, tokens, RunOptions.n_compare, RunOptions.repeats, args.compare_with)
+            print(line, file=sys.stderr)
     return 0
 
 

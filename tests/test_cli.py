@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -110,6 +111,19 @@ def test_run_compares_with_stock(planned: tuple[Path, Path]) -> None:
     assert done.returncode == 0, done.stderr
     line = done.stderr.splitlines()[-1]
     assert line.startswith("sparse ") and "stock " in line and "ratio " in line
+
+
+def test_run_compares_with_another_model_of_the_same_vocabulary(
+    planned: tuple[Path, Path], tiny_model: Callable[..., Path], smollm2: Path
+) -> None:
+    model, plan = planned
+    run_it = ("run", model, "--plan", plan, "-p", "a", "-n", 4, "--compare-with")
+    done = run(*run_it, tiny_model(n_layer=1))
+    assert done.returncode == 0, done.stderr
+    assert re.match(r"sparse [\d.]+ tokens/s, stock [\d.]+ tokens/s, ratio ", done.stderr.splitlines()[-1])
+    done = run(*run_it, smollm2)
+    assert done.returncode == 1
+    assert re.search(r"powerinfer: compare-with: .* has 49152 tokens; expected \d+, the model's", done.stderr)
 
 
 def test_run_says_that_a_model_has_no_plan(tiny_model: Callable[..., Path]) -> None:

@@ -734,6 +734,39 @@ def refusal(options: ReluifyOptions, expected: str, kind: type[Exception] = Opti
     assert names(options.out.parent) == before
 
 
+def test_an_earlier_result_is_gone_on_from_end_to_end(small: ReluifyOptions, tmp_path: Path) -> None:
+    first = replace(small, steps=40)
+    reluify(first)
+    again = replace(small, out=tmp_path / "again.gguf", start=small.out)
+    seen = Seen()
+    reluify(again, seen)
+    assert {entry["stage"] for entry in seen.entries} == {"end to end"}
+    tokens = torch.tensor([TOKENS])
+    teacher, before, after = (
+        forward(graph, tokens) for graph in (Graph(BaseModel(small.model)), graph_of(first), graph_of(again))
+    )
+    assert divergence(teacher, after) < 1.05 * divergence(teacher, before)
+    with pytest.raises(KeyboardInterrupt):
+        reluify(replace(again, keep=True), each=stop_after(1))
+    with pytest.raises(OptionError, match=r"resume: .* was made with start \w{16}; this run has none"):
+        reluify(replace(again, start=None, resume=True))
+
+
+def test_starts_that_do_not_fit_are_refused(small: ReluifyOptions, model: Path) -> None:
+    folder = model.parent
+    refusal(replace(small, start=model), "model.gguf: there is no plan beside it; expected one, which says", PlanError)
+    plan = tiny_models.write_tiny_plan(model, folder / "model.powerinfer.gguf", activation="relu")
+    refusal(
+        replace(small, activation="drelu", start=plan), "has activation relu; expected drelu; pass --activation relu"
+    )
+    wide = tiny_models.write_tiny_model(folder / "wide.gguf", n_layer=2, n_ff=128)
+    tiny_models.write_tiny_plan(wide, folder / "wide.powerinfer.gguf", activation="relu")
+    refusal(replace(small, start=wide), "wide.gguf has another shape than .*model.gguf")
+    same = tiny_models.write_tiny_model(folder / "same.gguf", n_layer=2, n_ff=96, seed=3)
+    tiny_models.write_tiny_plan(same, folder / "same.powerinfer.gguf", activation="relu")
+    refusal(replace(small, start=same, out=same), "out: .* belongs to the model itself; expected another file")
+
+
 def test_windows_longer_than_the_models_context_are_refused(small: ReluifyOptions) -> None:
     refusal(replace(small, ctx=1025, tokens=10**6), "ctx: 1025; the model was trained with 1024; pass a smaller -c")
 

@@ -23,7 +23,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from powerinfer_py import _core
 from powerinfer_py.bench_machine import available_memory_bytes
-from powerinfer_py.errors import OptionError
+from powerinfer_py.errors import OptionError, PlanError
 from powerinfer_py.format import (
     SIDECAR_SUFFIX,
     BaseModel,
@@ -100,6 +100,7 @@ class ReluifyOptions(TrainingOptions):
     qat: str | None = (
         None  # type that rows are rounded to while they learn, and in the output; None: those of the model
     )
+    start: Path | None = None  # model of an earlier run, whose feed-forward blocks this one begins with
 
 
 @dataclass(frozen=True)
@@ -186,6 +187,7 @@ def _reluify(
     check_base(options, base)
     graph = Graph(base, device=device, dtype=dtype, keep=False, compiled=options.compile, n_threads=n_threads)
     graph.activation = activation
+    start = _start(options, base)
     windows, texts = split_windows(options, model, note)
     folder.identity = identity(
         options,
@@ -196,6 +198,7 @@ def _reluify(
         activation=options.activation,
         density=options.density,
         qat=options.qat or "none",
+        start=_digest(start) if start else "none",
     )
     row_types = _row_types(base, options, note)
     groups, graph.keep = layer_groups_of(options, base, device, dtype, len(windows), note)
@@ -205,6 +208,8 @@ def _reluify(
         density=options.density,
         row_types=row_types,
         groups=groups,
+        start=start,
+        end_to_end_only=start is not None,
         **step_options(options),
     )
     run = Run(graph, windows, texts[0][1], run_options, folder, resume=resumed, began=began)
@@ -356,6 +361,33 @@ def _teacher(
     return model, plan.path, plan.activation
 
 
+def _start(options: ReluifyOptions, base: BaseModel) -> BaseModel | None:
+    """The model of `--start`, if there is one: of the same shape as base, and of the wished activation."""
+    if options.start is None:
+        return None
+    model, plan = model_and_plan(options.start)
+    if plan is None:
+        raise PlanError(
+            f"{model}: there is no plan beside it; expected one, which says the activation; pass reluify's output."
+        )
+    if plan.activation != options.activation:
+        raise OptionError(
+            f"start: {model} has activation {plan.activation}; expected {options.activation}; pass --activation {plan.activation}, or another --start."
+        )
+    start = BaseModel(model)
+    _check_outputs(options, options.start, start)
+
+    def shape(model: BaseModel) -> tuple[Any, ...]:
+        layers = range(model.n_layer)
+        return model.architecture, [{name: tensor.ne for name, tensor in model.ffn(i).items()} for i in layers]
+
+    if shape(start) != shape(base):
+        raise OptionError(
+            f"start: {model} has another shape than {base.where}; expected a model that was reluified from it; pass another --start."
+        )
+    return start
+
+
 def model_and_plan(model: Path) -> tuple[Path, Plan | None]:
     """A stock GGUF, given itself or by its sidecar, and its plan if it has one.
 
@@ -376,12 +408,23 @@ def model_and_plan(model: Path) -> tuple[Path, Plan | None]:
 
 
 def check_base(options: TrainingOptions, base: BaseModel) -> None:
-    """Refuses windows longer than the model's context, and outputs that would replace the model."""
+    """Refuses windows longer than the model's context, and outputs that would replace it."""
     if base.n_ctx_train is not None and options.ctx > base.n_ctx_train:
         raise OptionError(f"ctx: {options.ctx}; the model was trained with {base.n_ctx_train}; pass a smaller -c.")
-    given = {path.resolve() for path in (options.model, *(file.path for file in base.files))}
+    _check_outputs(options, options.model, base)
+
+
+def _check_outputs(options: TrainingOptions, given: Path, base: BaseModel) -> None:
+    """Refuses outputs that would replace a model that is read.
+
+    Args:
+        options: what to do.
+        given: its path on the command line.
+        base: the model.
+    """
+    read = {path.resolve() for path in (given, *(file.path for file in base.files))}
     for path in (options.out, options.plan):
-        if path.resolve() in given:
+        if path.resolve() in read:
             raise OptionError(f"out: {path} belongs to the model itself; expected another file; pass another -o.")
 
 
@@ -407,9 +450,8 @@ def identity(
     options: TrainingOptions, base: BaseModel, windows: np.ndarray, dtype: str, **own: str | float
 ) -> dict[str, Any]:
     """What a state must agree with to be of use: what all verbs have in common, and a verb's own."""
-    digests = "".join(base.digest(i) for i in range(base.n_layer))
     return {
-        "model": hashlib.sha256(digests.encode()).hexdigest()[:16],
+        "model": _digest(base),
         **own,
         "batch": options.batch,
         "ctx": options.ctx,
@@ -418,6 +460,12 @@ def identity(
         "dtype": dtype,
         "text": hashlib.sha256(windows.tobytes()).hexdigest()[:16],  # last: other options change it too
     }
+
+
+def _digest(base: BaseModel) -> str:
+    """Of a model's feed-forward weights."""
+    digests = "".join(base.digest(i) for i in range(base.n_layer))
+    return hashlib.sha256(digests.encode()).hexdigest()[:16]
 
 
 def _row_types(
@@ -710,6 +758,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=str.lower,
         metavar="TYPE",
         help="quantization-aware: rows are rounded to this type while they learn (default: not; the output has the model's types)",
+    )
+    parser.add_argument(
+        "--start",
+        type=Path,
+        metavar="EARLIER.gguf",
+        help="go on from the result of an earlier run, end to end, with other text or more hours; MODEL stays the original",
     )
     add_training_arguments(parser, defaults)
 

@@ -53,6 +53,7 @@ class RunOptions:
         lr, end_to_end_lr: peaks of the learning rate.
         seed: of the windows' order.
         start: model whose FFNs the students begin with; None: the teacher.
+        end_to_end_only: no local stages where all layers are one group.
     """
 
     activation: str
@@ -66,6 +67,7 @@ class RunOptions:
     end_to_end_lr: float
     seed: int
     start: BaseModel | None = None
+    end_to_end_only: bool = False
 
 
 class Run:
@@ -152,6 +154,8 @@ class Run:
         p = self.group_progress()
         warmup = min(1.0, (self.state.step + 1) / _N_WARMUP_STEPS)
         local, blended = (LOCAL, BLENDED) if self.whole else (LOCAL_GROUPED, BLENDED_GROUPED)
+        if self.whole and self.options.end_to_end_only:
+            local = blended = 0.0
         if self.whole and p >= blended:
             q = (p - blended) / (1.0 - blended)
             return "end to end", 1.0, min(1.0, q / _WARMUP) * (1.0 - q)

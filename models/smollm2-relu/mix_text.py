@@ -1,0 +1,101 @@
+"""Writes the texts that smollm2-relu was trained on: conversations, manuals and prose, in pieces, shuffled.
+
+Run as `python mix_text.py FOLDER OUT`; README.md says what FOLDER holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import html
+import random
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+SEED = 7
+PIECE = 6000  # characters
+N_CHATS, N_PROSE = 4, 2  # files; reluify takes as much of each file
+MANUAL_CHARS = 2_600_000
+LANGUAGES = {"de", "fr", "it", "ja", "ru"}  # translations of Debian's manuals
+
+
+def page_text(path: Path) -> str:
+    """An HTML page without tags."""
+    text = path.read_text(encoding="utf-8", errors="ignore")
+    text = re.sub(r"(?s)<(script|style|head).*?</\1>", "", text)
+    text = html.unescape(re.sub(r"<[^>]+>", "", text))
+    return re.sub(r"\n\s*\n+", "\n\n", text).strip()
+
+
+def pages_text(folders: Iterable[Path]) -> str:
+    """All English HTML pages of folders, in the order of their names."""
+    pages = [path for folder in folders for path in sorted(folder.rglob("*.html"))]
+    return "\n\n".join(page_text(path) for path in pages if path.is_file() and not LANGUAGES & set(path.parts))
+
+
+def unwrapped(path: Path) -> str:
+    """A compressed text, its lines joined to paragraphs."""
+    with gzip.open(path, "rt", encoding="utf-8", errors="ignore") as file:
+        text = re.sub(r"(?<=[^\n])\n[ \t]*(?=[^\s*\-0-9])", " ", file.read())
+    return re.sub(r" +", " ", text)
+
+
+def shuffled(texts: Sequence[str], rng: random.Random) -> str:
+    """The pieces of texts, in another order."""
+    pieces = [text[first : first + PIECE] for text in texts for first in range(0, len(text), PIECE)]
+    rng.shuffle(pieces)
+    return "\n\n".join(pieces)
+
+
+def prose(folder: Path) -> list[str]:
+    """Dictionaries, books and sayings of Debian's packages, and a part of the Bible."""
+    with gzip.open(
+        folder / "dict-gcide/usr/share/dictd/gcide.dict.dz", "rt", encoding="utf-8", errors="ignore"
+    ) as file:
+        gcide = file.read()
+    sayings = [
+        path.read_text(encoding="utf-8", errors="ignore").replace("\x08", "").replace("\n%\n", "\n\n")
+        for path in sorted((folder / "fortunes/usr/share/games/fortunes").iterdir())
+        if path.is_file() and not path.suffix
+    ]
+    handbook = sorted((folder / "debian-handbook/usr/share/doc/debian-handbook/html/en-US").glob("*.html"))
+    return [
+        unwrapped(folder / "jargon-text/usr/share/doc/jargon-text/jargon.txt.gz"),
+        unwrapped(folder / "dict-foldoc/usr/share/dictd/foldoc.dict.dz")[:1_200_000],
+        gcide[10_000_000:10_500_000],
+        "\n\n".join(page_text(path) for path in handbook),
+        pages_text([folder / "developers-reference", folder / "debian-policy"])[:600_000],
+        "".join(sayings)[:1_200_000],
+        (folder / "kjv.txt").read_text(encoding="utf-8")[:500_000],
+    ]
+
+
+def main() -> None:
+    """Writes chat1.txt to chat4.txt, manual1.txt, manual2.txt, prose1.txt and prose2.txt."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("out", type=Path)
+    args = parser.parse_args()
+
+    def read(name: str) -> str:
+        return (args.folder / f"{name}.txt").read_text(encoding="utf-8", errors="ignore")
+
+    def write(name: str, text: str) -> None:
+        (args.out / f"{name}.txt").write_text(text, encoding="utf-8")
+
+    begin = "<|im_start|>system"
+    chats = [begin + chat for chat in read("chat").split(begin)[1:]]
+    n = len(chats) // N_CHATS
+    for i in range(N_CHATS):
+        write(f"chat{i + 1}", "".join(chats[i * n : (i + 1) * n]))
+    rng = random.Random(SEED)
+    write("manual1", shuffled([read("python")], rng)[:MANUAL_CHARS])
+    write("manual2", shuffled([read("postgresql"), read("sqlite"), read("rust")], rng)[:MANUAL_CHARS])
+    text = shuffled(prose(args.folder), random.Random(SEED))
+    for i in range(N_PROSE):
+        write(f"prose{i + 1}", text[len(text) * i // N_PROSE : len(text) * (i + 1) // N_PROSE])
+
+
+if __name__ == "__main__":
+    main()
