@@ -26,6 +26,7 @@ PAGES = {
     "SECURITY.md": "security.md",
     "models/README.md": "models.md",
     "models/tiny-relu/README.md": "tiny-relu.md",
+    "models/smollm2-relu/README.md": "smollm2-relu.md",
 }
 HEADER = "ggml/include/ggml-powerinfer.h"
 HELP_WIDTH = 90  # characters
