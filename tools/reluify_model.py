@@ -408,7 +408,7 @@ def model_and_plan(model: Path) -> tuple[Path, Plan | None]:
 
 
 def check_base(options: TrainingOptions, base: BaseModel) -> None:
-    """Refuses windows longer than the model's context, and outputs that would replace it."""
+    """Refuses windows longer than the model's context, and outputs that would replace the model."""
     if base.n_ctx_train is not None and options.ctx > base.n_ctx_train:
         raise OptionError(f"ctx: {options.ctx}; the model was trained with {base.n_ctx_train}; pass a smaller -c.")
     _check_outputs(options, options.model, base)

@@ -21,7 +21,7 @@ LANGUAGES = {"de", "fr", "it", "ja", "ru"}  # translations of Debian's manuals
 
 
 def page_text(path: Path) -> str:
-    """An HTML page without tags."""
+    """An HTML page without tags; plainer than tiny-relu's html_text.py: another text would not be what the figures are of."""
     text = path.read_text(encoding="utf-8", errors="ignore")
     text = re.sub(r"(?s)<(script|style|head).*?</\1>", "", text)
     text = html.unescape(re.sub(r"<[^>]+>", "", text))
@@ -30,8 +30,12 @@ def page_text(path: Path) -> str:
 
 def pages_text(folders: Iterable[Path]) -> str:
     """All English HTML pages of folders, in the order of their names."""
-    pages = [path for folder in folders for path in sorted(folder.rglob("*.html"))]
-    return "\n\n".join(page_text(path) for path in pages if path.is_file() and not LANGUAGES & set(path.parts))
+    return "\n\n".join(
+        page_text(path)
+        for folder in folders
+        for path in sorted(folder.rglob("*.html"))
+        if path.is_file() and not LANGUAGES & set(path.relative_to(folder).parts)
+    )
 
 
 def unwrapped(path: Path) -> str:
