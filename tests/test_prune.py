@@ -73,13 +73,20 @@ def own(tiny_model: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
     return copy
 
 
-def cut(model: Path, drop: float = 0.25, *, notes: list[str] | None = None, **options: Any) -> prune_model.Pruned:
+def cut(
+    model: Path,
+    drop: float = 0.25,
+    *,
+    notes: list[str] | None = None,
+    report: Callable[[Any, Any], None] = lambda run, entry: None,
+    **options: Any,
+) -> prune_model.Pruned:
     """Prunes to out.gguf beside the model."""
     options = {"ctx": 16, "batch": 2, "threads": 1, "dtype": "f32", **options}
     made = PruneOptions(model=model, out=model.with_name("out.gguf"), drop=drop, **options)
     said = [] if notes is None else notes
     with progress_steps() as steps:
-        return prune(made, steps, lambda run, entry: None, said.append)
+        return prune(made, steps, report, said.append)
 
 
 def stock_logits(path: Path) -> np.ndarray:
@@ -433,9 +440,37 @@ def test_recovery_brings_the_smaller_model_back_to_the_model(
 def test_recovery_in_groups_of_layers_and_with_rounded_rows(own: Callable[..., Path], text: Path) -> None:
     model = own(row_type="Q4_0")
     notes: list[str] = []
-    cut(model, 0.25, recover=True, steps=3, qat=True, text=(text,), memory=0.004, notes=notes)
+    cut(model, 0.25, recover=True, steps=3, text=(text,), memory=0.004, notes=notes)
     assert any("groups of layers" in note for note in notes)
     assert distance(stock_logits(model.with_name("out.gguf")), torch_logits(model.with_name("out.gguf"))) < 0.05
+
+
+@pytest.mark.parametrize("ffn_down_t", [None, "Q8_0"], ids=["no plan", "plan with down rows"])
+def test_recovery_learns_with_the_rows_that_will_be_written(
+    own: Callable[..., Path], text: Path, ffn_down_t: str | None
+) -> None:
+    model = own(row_type="Q4_0")
+    if ffn_down_t:
+        tiny_models.write_tiny_plan(model, activation="relu", frequency=True, order_seed=1, ffn_down_t=ffn_down_t)
+    students: dict[int, Any] = {}
+    cut(
+        model,
+        recover=True,
+        steps=4,
+        lr=5e-3,
+        text=(text,),
+        report=lambda run, entry: students.update(run.distiller.students),
+    )
+    base = BaseModel(model.with_name("out.gguf"))
+    for i, student in students.items():
+        for name in ("gate", "up"):
+            assert np.array_equal(base.rows_f32(f"blk.{i}.ffn_{name}.weight"), student.rounded(name).numpy())
+        if ffn_down_t is None:
+            assert np.array_equal(base.rows_f32(f"blk.{i}.ffn_down.weight"), student.rounded("down").numpy().T)
+            continue
+        layer = read_plan(model.with_name("out" + SIDECAR_SUFFIX)).layers[i]
+        assert layer.ffn_down_t.row_type.name == ffn_down_t
+        assert np.array_equal(layer.ffn_down_t.to_f32(), student.rounded("down").numpy()[layer.neuron_order])
 
 
 def test_a_stopped_recovery_goes_on_where_it_was(own: Callable[..., Path], text: Path) -> None:
@@ -497,7 +532,7 @@ def test_nothing_is_left_where_writing_ends_early(
         (["--drop", "25%", "--recover"], "recover: given without --text; expected a text to learn from"),
         (["--drop", "25%", "--impact", "taylor"], "impact: given without --text; expected a text"),
         (["--drop", "25%", "--steps", "3"], "steps: given without --recover; expected it with that"),
-        (["--drop", "25%", "--qat"], "qat: given without --recover"),
+        (["--drop", "25%", "--no-qat"], "qat: given without --recover"),
         (["--drop", "25%", "--plot", "x.png"], "plot: given without --recover"),
     ],
     ids=str,

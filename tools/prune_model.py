@@ -89,7 +89,7 @@ class PruneOptions(TrainingOptions):
     even: bool = False  # the same number of neurons in each layer
     recover: bool = False
     hours: float = 1.0  # with recover
-    qat: bool = False  # passes see rows rounded as the file's
+    qat: bool = True  # passes of the recovery see rows rounded as the file's
 
 
 @dataclass(frozen=True)
@@ -241,12 +241,14 @@ def _recover(
         impacts = _measured_impacts(options, graph, windows, steps, note)
         _write_pruned(options, source, impacts, model, n_threads, steps)
     _, plan = model_and_plan(model)
+    down_t = plan and next((layer.ffn_down_t for layer in plan.layers if layer.ffn_down_t is not None), None)
     start = BaseModel(model)
     run_options = RunOptions(
         activation=source.activation,
         density=None if source.activation in CALIBRATED_ACTIVATIONS else 1.0,  # 1: what each layer begins with
         row_types=None if options.qat else {},
         groups=groups,
+        down_t_type=down_t and down_t.row_type,
         start=start,
         **step_options(options),
     )
@@ -256,7 +258,6 @@ def _recover(
         note(
             f"predictors: they belong to the weights before the training; train others: powerinfer train {options.out}."
         )
-    down_t = plan and next((layer.ffn_down_t for layer in plan.layers if layer.ffn_down_t is not None), None)
     written = write_outputs(
         options,
         start,
@@ -585,8 +586,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--qat",
-        action="store_true",
-        help="quantization-aware: rows are rounded as in the file while they learn (default: once, at the end)",
+        action=argparse.BooleanOptionalAction,
+        default=defaults["qat"],
+        help="with --recover: rows are rounded as in the file while they learn, or only at the end (default: while they learn)",
     )
     add_training_arguments(parser, defaults)
 

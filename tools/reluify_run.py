@@ -18,7 +18,7 @@ import torch
 from gguf import GGMLQuantizationType
 
 from powerinfer_py.errors import OptionError
-from powerinfer_py.format import BaseModel, atomic_path, derived_row_type
+from powerinfer_py.format import BaseModel, atomic_path
 
 from .distill import Distiller, StepResult, forward_layers, perplexity
 from .reluify_state import RunFolder, RunState
@@ -52,6 +52,7 @@ class RunOptions:
         n_steps: of each group.
         lr, end_to_end_lr: peaks of the learning rate.
         seed: of the windows' order.
+        down_t_type: where row_types is None, the type of neuron-major down rows in a plan; None: `down` is rounded as a stock file's is.
         start: model whose FFNs the students begin with; None: the teacher.
         end_to_end_only: no local stages where all layers are one group.
     """
@@ -66,6 +67,7 @@ class RunOptions:
     lr: float
     end_to_end_lr: float
     seed: int
+    down_t_type: GGMLQuantizationType | None = None
     start: BaseModel | None = None
     end_to_end_only: bool = False
 
@@ -312,14 +314,17 @@ class Run:
 
     def _read(self, i_layer: int, weights: dict[str, torch.Tensor] | None = None) -> SparseFfn:
         options, graph = self.options, self.graph
-        base, row_types = options.start or graph.base, options.row_types
+        base, row_types, stock_down = options.start or graph.base, options.row_types, False
         if row_types is None:
+            stock_down = options.down_t_type is None
             types = {name: tensor.type for name, tensor in base.ffn(i_layer).items()}
-            row_types = {n: derived_row_type(t, base.n_embd) for n, t in types.items() if t != GGMLQuantizationType.F32}
+            if not stock_down:
+                types["down"] = options.down_t_type
+            row_types = {name: kind for name, kind in types.items() if kind != GGMLQuantizationType.F32}
         if weights is None:
-            return read_ffn(graph, base, i_layer, options.activation, row_types)
+            return read_ffn(graph, base, i_layer, options.activation, row_types, stock_down=stock_down)
         moved = {name: weight.to(graph.device) for name, weight in weights.items()}
-        return SparseFfn(options.activation, moved, row_types, graph)
+        return SparseFfn(options.activation, moved, row_types, graph, stock_down=stock_down)
 
     def _read_group(self) -> None:
         group = self.options.groups[self.state.i_group]

@@ -62,6 +62,7 @@ class SparseFfn:
         activation: as the plan names it.
         weights: `gate` (absent: ungated), `up` and `down`, each (n_ff, n_embd) float32, neuron-major; and their biases, `gate_bias`, ...
         row_types: matrix -> type that its rows are rounded to in a pass; absent: not.
+        stock_down: the rows of `down` that are rounded are those of a stock file, along n_ff; else neuron-major, as a plan's are.
     """
 
     def __init__(
@@ -70,24 +71,30 @@ class SparseFfn:
         weights: dict[str, torch.Tensor],
         row_types: Mapping[str, GGMLQuantizationType],
         graph: Graph,
+        *,
+        stock_down: bool = False,
     ) -> None:
         """Of these weights; `graph` says how it is computed."""
         self.activation = activation
         self.weights = weights
         self.row_types = row_types
+        self.stock_down = stock_down
         self.dtype = graph.dtype
         self.n_threads = graph.n_threads
         self.compiled = graph.compiled
         self._seen: dict[str, torch.Tensor] = {}
 
     def rounded(self, name: str) -> torch.Tensor:
-        """A weight as a file of its row type holds it: float32."""
+        """A weight as a file of its row type holds it: float32, in the shape of the weight."""
         weight = self.weights[name].detach()
         row_type = self.row_types.get(name)
         if row_type is None:
             return weight
-        rows = quantize_rows(weight.cpu().numpy(), row_type.name, n_threads=self.n_threads)
-        return torch.from_numpy(dequantize_rows(rows, row_type.name, n_threads=self.n_threads)).to(weight.device)
+        turned = name == "down" and self.stock_down
+        values = (weight.T if turned else weight).contiguous().cpu().numpy()
+        rows = quantize_rows(values, row_type.name, n_threads=self.n_threads)
+        found = torch.from_numpy(dequantize_rows(rows, row_type.name, n_threads=self.n_threads)).to(weight.device)
+        return found.T.contiguous() if turned else found
 
     def begin(self, *, train: bool) -> None:
         """Makes the copies that passes see, until the next call.
@@ -124,7 +131,13 @@ def _sparse_pass(
 
 
 def read_ffn(
-    graph: Graph, base: BaseModel, i_layer: int, activation: str, row_types: Mapping[str, GGMLQuantizationType]
+    graph: Graph,
+    base: BaseModel,
+    i_layer: int,
+    activation: str,
+    row_types: Mapping[str, GGMLQuantizationType],
+    *,
+    stock_down: bool = False,
 ) -> SparseFfn:
     """A model's own FFN as the start of a sparse one.
 
@@ -134,6 +147,7 @@ def read_ffn(
         i_layer: a layer whose FFN has separate matrices.
         activation: of the sparse one.
         row_types: `gate`, `up`, `down` -> the type that rows are rounded to.
+        stock_down: as SparseFfn's.
 
     Returns:
         The block.
@@ -146,4 +160,4 @@ def read_ffn(
         bias = BASE_TENSORS[f"base_{name}"].replace("weight", "bias") % i_layer
         if bias in base.tensors:
             weights[f"{name}_bias"] = torch.from_numpy(base.rows_f32(bias).reshape(-1).copy()).to(graph.device)
-    return SparseFfn(activation, weights, row_types, graph)
+    return SparseFfn(activation, weights, row_types, graph, stock_down=stock_down)

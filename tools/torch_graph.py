@@ -386,7 +386,7 @@ class _Block:
 @functools.cache
 def compiled(function: Callable[..., Any], wished: bool) -> Callable[..., Any]:
     """A function of tensors, compiled by torch if that is wished."""
-    return torch.compile(function, dynamic=False) if wished else function
+    return torch.compile(function) if wished else function
 
 
 def _linear(weights: Mapping[str, torch.Tensor], x: torch.Tensor, name: str) -> torch.Tensor:

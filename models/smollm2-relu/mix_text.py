@@ -15,7 +15,7 @@ from pathlib import Path
 
 SEED = 7
 PIECE = 6000  # characters
-N_CHATS, N_PROSE = 4, 2  # files; reluify takes as much of each file
+N_CHATS, N_PROSE = 4, 2  # files of a kind; reluify takes as much of each file
 MANUAL_CHARS = 2_600_000
 LANGUAGES = {"de", "fr", "it", "ja", "ru"}  # translations of Debian's manuals
 
@@ -75,8 +75,16 @@ def prose(folder: Path) -> list[str]:
     ]
 
 
+def speeches_and_novel(folder: Path) -> list[str]:
+    """The State of the Union addresses and Moby-Dick, by npm's packages of stdlib."""
+    return [
+        "\n\n".join(path.read_text(encoding="utf-8") for path in sorted((folder / name / "package/data").glob("*.txt")))
+        for name in ("datasets-sotu", "datasets-moby-dick")
+    ]
+
+
 def main() -> None:
-    """Writes chat1.txt to chat4.txt, manual1.txt, manual2.txt, prose1.txt and prose2.txt."""
+    """Writes chat1.txt to chat4.txt, manual1.txt, manual2.txt and prose1.txt to prose4.txt."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("out", type=Path)
@@ -96,9 +104,10 @@ def main() -> None:
     rng = random.Random(SEED)
     write("manual1", shuffled([read("python")], rng)[:MANUAL_CHARS])
     write("manual2", shuffled([read("postgresql"), read("sqlite"), read("rust")], rng)[:MANUAL_CHARS])
-    text = shuffled(prose(args.folder), random.Random(SEED))
-    for i in range(N_PROSE):
-        write(f"prose{i + 1}", text[len(text) * i // N_PROSE : len(text) * (i + 1) // N_PROSE])
+    for first, texts in ((1, prose(args.folder)), (1 + N_PROSE, speeches_and_novel(args.folder))):
+        text = shuffled(texts, random.Random(SEED))
+        for i in range(N_PROSE):
+            write(f"prose{first + i}", text[len(text) * i // N_PROSE : len(text) * (i + 1) // N_PROSE])
 
 
 if __name__ == "__main__":
