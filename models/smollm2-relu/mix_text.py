@@ -84,7 +84,7 @@ def speeches_and_novel(folder: Path) -> list[str]:
 
 
 def main() -> None:
-    """Writes chat1.txt to chat4.txt, manual1.txt, manual2.txt and prose1.txt to prose4.txt."""
+    """Writes chat1.txt to chat4.txt, manual1.txt to manual3.txt and prose1.txt to prose4.txt."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("out", type=Path)
@@ -104,6 +104,7 @@ def main() -> None:
     rng = random.Random(SEED)
     write("manual1", shuffled([read("python")], rng)[:MANUAL_CHARS])
     write("manual2", shuffled([read("postgresql"), read("sqlite"), read("rust")], rng)[:MANUAL_CHARS])
+    write("manual3", shuffled([read("git"), read("debian-reference"), read("r"), read("maxima")], rng))
     for first, texts in ((1, prose(args.folder)), (1 + N_PROSE, speeches_and_novel(args.folder))):
         text = shuffled(texts, random.Random(SEED))
         for i in range(N_PROSE):
