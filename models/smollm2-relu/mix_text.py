@@ -6,6 +6,8 @@ Run as `python mix_text.py FOLDER OUT`; README.md says what FOLDER holds.
 from __future__ import annotations
 
 import argparse
+import bz2
+import email
 import gzip
 import html
 import random
@@ -83,8 +85,82 @@ def speeches_and_novel(folder: Path) -> list[str]:
     ]
 
 
+def words(folder: Path) -> list[str]:
+    """What WordNet says of each word, and a part of GCIDE that prose() doesn't have."""
+    with gzip.open(folder / "dict-wn/usr/share/dictd/wn.dict.dz", "rt", encoding="utf-8", errors="ignore") as file:
+        wordnet = re.sub(r"\n {5,}", " ", file.read())
+    with gzip.open(folder / "dict-gcide/usr/share/dictd/gcide.dict.dz", "rt", encoding="utf-8", errors="ignore") as file:
+        gcide = file.read()[11_000_000:]
+    return [wordnet, gcide]
+
+
+def guides(folder: Path) -> list[str]:
+    """Manuals of a web server, a mail server and an accounting program, and on securing Debian."""
+    places = (
+        "apache2-doc/usr/share/doc/apache2-doc/manual/en",
+        "exim4-doc-html/usr/share/doc/exim4-doc-html/spec_html",
+        "gnucash-docs/usr/share/doc/gnucash-docs/gnucash-guide-en",
+        "harden-doc/usr/share/doc/harden-doc/html/en-US",
+    )
+    return [pages_text([folder / place]) for place in places]
+
+
+def mail(folder: Path) -> list[str]:
+    """What people wrote on mailing lists: plain text of the mails of SpamAssassin's corpus that aren't spam."""
+    texts = []
+    for path in sorted((folder / "datasets-spam-assassin/package/data").glob("easy-ham-*/*")):
+        message = email.message_from_bytes(path.read_bytes())
+        for part in message.walk():
+            if part.get_content_type() == "text/plain":
+                body = part.get_payload(decode=True).decode("latin-1").replace("\r", "").strip()
+                texts.append(f"Subject: {message['subject']}\n\n{body}" if message["subject"] else body)
+    return [text for text in texts if text]
+
+
+def article_text(markup: str) -> str:
+    """A Wikipedia article as plain text."""
+    text = re.sub(r"(?s)<!--.*?-->|<ref[^>]*/>|<(ref|math|gallery)\b.*?</\1>", "", html.unescape(markup))
+    n_found = 1
+    while n_found:  # templates and tables hold others
+        text, n_found = re.subn(r"(?s)\{\{[^{}]*\}\}|\{\|[^{}]*\|\}", "", text)
+    text = re.sub(r"\[\[(?:File|Image|Category):(?:[^\[\]]|\[\[[^\[\]]*\]\])*\]\]", "", text)
+    text = re.sub(r"\[\[(?:[^\[\]|]*\|)?([^\[\]]*)\]\]", r"\1", text)
+    text = re.sub(r"\[\S+ ([^\]]*)\]|'{2,}|<[^>]+>", r"\1", text)
+    return re.sub(r"\n\s*\n+", "\n\n", text).strip()
+
+
+def articles(folder: Path) -> list[str]:
+    """Articles of the piece of Wikipedia that gensim's tests have, without those on what anarchism.txt is about."""
+    (path,) = (folder / "gensim/gensim/test/test_data").glob("enwiki-latest-pages-articles1.*-shortened.bz2")
+    pages = re.findall(r"(?s)<title>(.*?)</title>.*?<text[^>]*>(.*?)</text>", bz2.open(path, "rt", encoding="utf-8").read())
+    texts = [f"{title}\n\n{article_text(markup)}" for title, markup in pages if not title.startswith("Anarch")]
+    return [text for text in texts if len(text) > 500]  # else a redirection
+
+
+def opinions(folder: Path) -> list[str]:
+    """News that gensim's tests have; editorials and reviews that VADER's lexicon was tested with, one sentence or review per line."""
+    news = (folder / "gensim/gensim/test/test_data/lee_background.cor").read_text(encoding="utf-8")
+    texts = [news.replace("\n", "\n\n")]
+    for name, ends in (("nytEditorial", "\n\n"), ("amazonReview", "\n\n"), ("movieReview", "")):
+        path = folder / f"vader/hutto_ICWSM_2014/{name}Snippets_GroundTruth.txt"
+        last, parts = "", []
+        for line in path.read_text(encoding="utf-8", errors="ignore").splitlines():
+            number, _, sentence = line.split("\t", 2)
+            whose = number.partition("_")[0]
+            parts.append((" " if whose == last else "\n\n") + sentence)
+            last = whose
+        texts.append("".join(parts).strip())
+    return texts
+
+
+def code(folder: Path) -> list[str]:
+    """The modules of Python's standard library."""
+    modules = sorted((folder / "libpython3.11-stdlib/usr/lib/python3.11").glob("*.py"))
+    return [path.read_text(encoding="utf-8") for path in modules if path.is_file()]
+
+
 def main() -> None:
-    """Writes chat1.txt to chat4.txt, manual1.txt to manual3.txt and prose1.txt to prose4.txt."""
+    """Writes the files of README.md's table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("out", type=Path)
@@ -105,6 +181,16 @@ def main() -> None:
     write("manual1", shuffled([read("python")], rng)[:MANUAL_CHARS])
     write("manual2", shuffled([read("postgresql"), read("sqlite"), read("rust")], rng)[:MANUAL_CHARS])
     write("manual3", shuffled([read("git"), read("debian-reference"), read("r"), read("maxima")], rng))
+    write("manual4", shuffled([read("man")], rng))
+    write("manual5", shuffled(guides(args.folder), rng))
+    write("code", shuffled(code(args.folder), rng))
+    write("wiki", shuffled(articles(args.folder), rng))
+    write("words", shuffled(words(args.folder), rng))
+    write("opinion", shuffled(opinions(args.folder), rng))
+    letters = mail(args.folder)
+    random.Random(SEED).shuffle(letters)
+    for i in range(2):
+        write(f"mail{i + 1}", "\n\n".join(letters[i::2]))
     for first, texts in ((1, prose(args.folder)), (1 + N_PROSE, speeches_and_novel(args.folder))):
         text = shuffled(texts, random.Random(SEED))
         for i in range(N_PROSE):
