@@ -19,6 +19,7 @@ SEED = 7
 PIECE = 6000  # characters
 N_CHATS, N_PROSE = 4, 2  # files of a kind; reluify takes as much of each file
 MANUAL_CHARS = 2_600_000
+GCIDE = "dict-gcide/usr/share/dictd/gcide.dict.dz"
 LANGUAGES = {"de", "fr", "it", "ja", "ru"}  # translations of Debian's manuals
 
 
@@ -40,10 +41,15 @@ def pages_text(folders: Iterable[Path]) -> str:
     )
 
 
+def unzipped(path: Path) -> str:
+    """A compressed text."""
+    with gzip.open(path, "rt", encoding="utf-8", errors="ignore") as file:
+        return file.read()
+
+
 def unwrapped(path: Path) -> str:
     """A compressed text, its lines joined to paragraphs."""
-    with gzip.open(path, "rt", encoding="utf-8", errors="ignore") as file:
-        text = re.sub(r"(?<=[^\n])\n[ \t]*(?=[^\s*\-0-9])", " ", file.read())
+    text = re.sub(r"(?<=[^\n])\n[ \t]*(?=[^\s*\-0-9])", " ", unzipped(path))
     return re.sub(r" +", " ", text)
 
 
@@ -56,10 +62,6 @@ def shuffled(texts: Sequence[str], rng: random.Random) -> str:
 
 def prose(folder: Path) -> list[str]:
     """Dictionaries, books and sayings of Debian's packages, and a part of the Bible."""
-    with gzip.open(
-        folder / "dict-gcide/usr/share/dictd/gcide.dict.dz", "rt", encoding="utf-8", errors="ignore"
-    ) as file:
-        gcide = file.read()
     sayings = [
         path.read_text(encoding="utf-8", errors="ignore").replace("\x08", "").replace("\n%\n", "\n\n")
         for path in sorted((folder / "fortunes/usr/share/games/fortunes").iterdir())
@@ -69,7 +71,7 @@ def prose(folder: Path) -> list[str]:
     return [
         unwrapped(folder / "jargon-text/usr/share/doc/jargon-text/jargon.txt.gz"),
         unwrapped(folder / "dict-foldoc/usr/share/dictd/foldoc.dict.dz")[:1_200_000],
-        gcide[10_000_000:10_500_000],
+        unzipped(folder / GCIDE)[10_000_000:10_500_000],
         "\n\n".join(page_text(path) for path in handbook),
         pages_text([folder / "developers-reference", folder / "debian-policy"])[:600_000],
         "".join(sayings)[:1_200_000],
@@ -87,11 +89,8 @@ def speeches_and_novel(folder: Path) -> list[str]:
 
 def words(folder: Path) -> list[str]:
     """What WordNet says of each word, and a part of GCIDE that prose() doesn't have."""
-    with gzip.open(folder / "dict-wn/usr/share/dictd/wn.dict.dz", "rt", encoding="utf-8", errors="ignore") as file:
-        wordnet = re.sub(r"\n {5,}", " ", file.read())
-    with gzip.open(folder / "dict-gcide/usr/share/dictd/gcide.dict.dz", "rt", encoding="utf-8", errors="ignore") as file:
-        gcide = file.read()[11_000_000:]
-    return [wordnet, gcide]
+    wordnet = re.sub(r"\n {5,}", " ", unzipped(folder / "dict-wn/usr/share/dictd/wn.dict.dz"))
+    return [wordnet, unzipped(folder / GCIDE)[11_000_000:]]
 
 
 def guides(folder: Path) -> list[str]:
@@ -132,7 +131,8 @@ def article_text(markup: str) -> str:
 def articles(folder: Path) -> list[str]:
     """Articles of the piece of Wikipedia that gensim's tests have, without those on what anarchism.txt is about."""
     (path,) = (folder / "gensim/gensim/test/test_data").glob("enwiki-latest-pages-articles1.*-shortened.bz2")
-    pages = re.findall(r"(?s)<title>(.*?)</title>.*?<text[^>]*>(.*?)</text>", bz2.open(path, "rt", encoding="utf-8").read())
+    dump = bz2.decompress(path.read_bytes()).decode("utf-8")
+    pages = re.findall(r"(?s)<title>(.*?)</title>.*?<text[^>]*>(.*?)</text>", dump)
     texts = [f"{title}\n\n{article_text(markup)}" for title, markup in pages if not title.startswith("Anarch")]
     return [text for text in texts if len(text) > 500]  # else a redirection
 
@@ -141,7 +141,7 @@ def opinions(folder: Path) -> list[str]:
     """News that gensim's tests have; editorials and reviews that VADER's lexicon was tested with, one sentence or review per line."""
     news = (folder / "gensim/gensim/test/test_data/lee_background.cor").read_text(encoding="utf-8")
     texts = [news.replace("\n", "\n\n")]
-    for name, ends in (("nytEditorial", "\n\n"), ("amazonReview", "\n\n"), ("movieReview", "")):
+    for name in ("nytEditorial", "amazonReview", "movieReview"):
         path = folder / f"vader/hutto_ICWSM_2014/{name}Snippets_GroundTruth.txt"
         last, parts = "", []
         for line in path.read_text(encoding="utf-8", errors="ignore").splitlines():
