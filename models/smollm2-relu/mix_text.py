@@ -138,7 +138,7 @@ def articles(folder: Path) -> list[str]:
 
 
 def opinions(folder: Path) -> list[str]:
-    """News that gensim's tests have; editorials and reviews that VADER's lexicon was tested with, one sentence or review per line."""
+    """News that gensim's tests have; editorials and reviews that VADER's lexicon was tested with, their sentences put together again."""
     news = (folder / "gensim/gensim/test/test_data/lee_background.cor").read_text(encoding="utf-8")
     texts = [news.replace("\n", "\n\n")]
     for name in ("nytEditorial", "amazonReview", "movieReview"):
